@@ -100,16 +100,17 @@ class ChunkReport:
 class ScorerState:
   """One scorer's cache over the slots, and what it has said so far.
 
+  How far each row has been scored is known to the host alone, in tiles
+  (`overlap.OverlapState.frontier`): it decides which tiles run.
+
   Attributes:
     cache: keys and values of the scored prefix of every slot.
-    scored_len: tokens of the row that have been through the scorer.
     outputs: column p holds the scorer's word on the prefix [0, p]: the critic's
       value, the reward model's score, or the log-prob of the token in column
-      p + 1. Columns at or beyond `scored_len` are garbage.
+      p + 1. Columns beyond the scored prefix are garbage.
   """
 
   cache: KVCache
-  scored_len: jax.Array  # [S] int32
   outputs: jax.Array  # [S, L] float32
 
 

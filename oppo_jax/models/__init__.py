@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by name. A new one is one file and one line here."""
+
+from oppo_jax.models import base, transformer
+
+MODELS = {
+  "transformer": lambda **kwargs: transformer.Transformer(
+    transformer.Config(**kwargs)
+  ),
+}
+
+
+def make(name: str, **kwargs) -> base.Model:
+  """The model called `name`.
+
+  Raises:
+    ValueError: no such model, or a key that it does not know.
+  """
+  if name not in MODELS:
+    raise ValueError(f"model_name={name!r}: not one of {sorted(MODELS)}")
+  try:
+    return MODELS[name](**kwargs)
+  except TypeError as e:
+    raise ValueError(f"model: {e}") from e

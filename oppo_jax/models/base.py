@@ -19,6 +19,7 @@ class Model(Protocol):
 
   vocab_size: int
   dtype: str
+  is_lm: bool
 
   def init(self, rng: jax.Array) -> types.Params:
     """Draws float32 parameters: a nested dict of arrays."""
@@ -34,8 +35,14 @@ class Model(Protocol):
     tokens: Int[Array, "rows C"],
     start: Int[Array, " rows"],
     cache: types.KVCache,
+    slots: Int[Array, " rows"] | None = None,
   ) -> tuple[Float[Array, "rows C D"], types.KVCache]:
     """Appends C tokens per row at columns start .. start + C - 1.
+
+    Without `slots` the rows are the cache's rows. With it, row i belongs to
+    cache row slots[i]; several rows may be successive pieces of one slot (all
+    keys are written before any is read), and rows whose slot is out of range
+    write nothing. A row's result depends on its own tokens and prefix alone.
 
     The caller guarantees start + C <= row_len: writes past the end would be
     clamped onto valid columns.
@@ -55,5 +62,5 @@ class Model(Protocol):
   def head(
     self, params: types.Params, hidden: Float[Array, "*b D"]
   ) -> Float[Array, "*b out"]:
-    """float32 logits [..., V] of an "lm", values [..., 1] of a "scalar" head."""
+    """float32: logits [..., V] of an "lm", [..., 1] of a "scalar" head."""
     ...

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks by name. A new one is one file and one line here."""
+
+from oppo_jax.tasks import arithmetic, base, gsm8k
+
+TASKS = {
+  "arithmetic": arithmetic.make,
+  "gsm8k": gsm8k.make,
+}
+
+
+def make(name: str, **kwargs) -> base.Task:
+  """The task called `name`.
+
+  Raises:
+    ValueError: no such task, a missing key, or one that it does not know.
+  """
+  if name not in TASKS:
+    raise ValueError(f"task_name={name!r}: not one of {sorted(TASKS)}")
+  try:
+    return TASKS[name](**kwargs)
+  except TypeError as e:
+    raise ValueError(f"task {name!r}: {e}") from e

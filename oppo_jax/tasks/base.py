@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a task is to the rest of the package: text in, a number out.
+
+A task owns prompts, worked solutions and the rule that grades a response. It
+knows nothing about tokens, models or training.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+SPLITS = ("train", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """One problem.
+
+  Attributes:
+    prompt: what the policy is given, word for word.
+    answer: what the response must arrive at, in the grader's normal form.
+    solution: a worked response for supervised fine-tuning; "" if there is none.
+  """
+
+  prompt: str
+  answer: str
+  solution: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """Prompts and the rule that grades responses to them.
+
+  Attributes:
+    name: key in `tasks.TASKS`.
+    prompts: split -> examples, in an order that never changes.
+    reward: (example, response text) -> [0, 1]; 1 = the final answer is right.
+    corrupt: (example, rng) -> a plausible wrong solution, for preference pairs;
+      None where the task cannot make one.
+  """
+
+  name: str
+  prompts: Callable[[str], Sequence[Example]]
+  reward: Callable[[Example, str], float]
+  corrupt: Callable[[Example, np.random.Generator], str] | None
+
+  def corpus(self, n: int) -> list[str]:
+    """The first n training texts (prompt and solution), for a tokenizer."""
+    return [e.prompt + e.solution for e in self.prompts("train")[:n]]
+
+
+def check_split(split: str) -> None:
+  """Raises ValueError unless `split` is one of `SPLITS`."""
+  if split not in SPLITS:
+    raise ValueError(f"split={split!r}: not one of {SPLITS}")
