@@ -164,7 +164,7 @@ def decode_chunk(
   Args:
     params: policy parameters in the dtype they are used in.
     slots: buffer (donated).
-    cache: policy cache, valid for columns [0, length - 1) of live rows (donated).
+    cache: policy cache (donated); columns [0, length - 1) of live rows hold.
     version: version of `params`.
     run_key: key of the run.
     chunk_size: C >= 1; may be traced if loop == "while".

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The paper's algorithm: one host loop that decodes, scores and defers.
 
-OPPO (arXiv 2509.25762): while chunk k is decoded, the scorers prefill what chunk
-k - 1 added (intra-step overlap); B + delta prompts are in flight and the first B
-that finish are trained on, the others keep their tokens (inter-step overlap).
+OPPO (arXiv 2509.25762): while chunk k is decoded, the scorers prefill what
+chunk k - 1 added (intra-step overlap); B + delta prompts are in flight and the
+first B that finish are trained on, the others keep their tokens (inter-step
+overlap).
 
   host     d0 d1 . s0 d2 . s1 d3 . s2   h  u      d = dispatch a chunk
   report         r0      r1      r2               s = dispatch tiles of a report
@@ -413,6 +414,7 @@ def rollout(
   run_key: jax.Array,
   chunk_size: int,
   intra: str,
+  timers: metrics.Timers,
   debug: bool = False,
 ) -> tuple[OverlapState, types.Batch, Rollout]:
   """Decodes until B rows are ready, scores them, takes them out.
@@ -426,6 +428,8 @@ def rollout(
     chunk_size: C, ticks between two looks of the host.
     intra: when tiles are dispatched: "none" = after the batch is complete,
       "sequence" = when their row is done, "chunk" = as soon as they exist.
+    timers: gets "decode" (until the batch is complete; what is scored
+      meanwhile included) and "score" (what was left to score then).
     debug: check the buffer's invariants after every chunk (syncs).
 
   Returns:
@@ -450,23 +454,26 @@ def rollout(
     return dataclasses.replace(state, slots=buffer, cache=cache), report
 
   num_chunks = 0
-  state, ahead = dispatch(state)
-  while True:
-    report = ahead
-    state, ahead = dispatch(state)  # runs ahead of what the host knows
-    seen = metrics.fetch(report.replace(tokens=None))
-    num_chunks += 1
-    if debug:
-      slots.check(state.slots)
-    state = dataclasses.replace(state, length=seen.length, done=seen.done)
-    if intra == "chunk":
-      rows = state.in_flight
-    else:
-      rows = state.done if intra == "sequence" else np.zeros_like(state.done)
-    state = run_scorers(state, report.tokens, rows, flush=False)
-    if seen.is_complete:
-      break
-  state = run_scorers(state, report.tokens, seen.selected, flush=True)
+  with timers("decode"):
+    state, ahead = dispatch(state)
+    is_complete = False
+    while not is_complete:
+      report = ahead
+      state, ahead = dispatch(state)  # runs ahead of what the host knows
+      seen = metrics.fetch(report.replace(tokens=None))
+      num_chunks += 1
+      is_complete = seen.is_complete
+      if debug:
+        slots.check(state.slots)
+      state = dataclasses.replace(state, length=seen.length, done=seen.done)
+      rows = {
+        "none": np.zeros_like(seen.done),
+        "sequence": seen.done,
+        "chunk": state.in_flight,
+      }[intra]
+      state = run_scorers(state, report.tokens, rows, flush=False)
+  with timers("score"):
+    state = run_scorers(state, report.tokens, seen.selected, flush=True)
 
   outputs = {name: s.outputs for name, s in state.scorers.items()}
   buffer, batch = fns.harvest(state.slots, outputs, np.int32(version))

@@ -73,7 +73,7 @@ def plan(
   for e in range(num_epochs):
     order = np.random.default_rng((*order_seed, e)).permutation(num_rows)
     for i in range(num_minibatches):
-      # Sorted, so that one minibatch of the whole batch has one canonical order.
+      # Sorted, so that a minibatch that is the whole batch has one order.
       rows = np.sort(order[i * m : (i + 1) * m])
       row[e, i] = rows
       bins[e, i], offset[e, i], num_bins = first_fit(lengths[rows], width=width)

@@ -2,9 +2,9 @@
 """Prefills whole tiles of T tokens into a model's cache, R tiles per call.
 
 A scorer never processes "the new tokens", but tile k of a row: columns kT to
-(k + 1)T - 1, by one compiled function of fixed shape [R, T]. So what is computed
-for a row does not depend on when it is computed, and scoring while the row is
-still being decoded gives the bits that scoring afterwards gives.
+(k + 1)T - 1, by one compiled function of fixed shape [R, T]. So what is
+computed for a row does not depend on when it is computed, and scoring while the
+row is still being decoded gives the bits that scoring afterwards gives.
 
   columns    0        T        2T       3T          T = 8, length = 19
   row        [tile 0 ][tile 1 ][r r r . . . . . ]
@@ -52,7 +52,7 @@ def num_tiles(length: int, is_done: bool, tile_len: int) -> int:
 
 
 def _append(params, cache, tokens, slot, tile, *, model, tile_len):
-  """Runs the tiles; returns cache, hidden [R, T, D], columns, targets [R, T]."""
+  """Runs tiles: cache, hidden [R, T, D], columns [R, T], targets [R, T]."""
   columns = tile[:, None] * tile_len + jnp.arange(tile_len)  # [R, T]
   at = lambda c: tokens.at[slot[:, None], c].get(mode="fill", fill_value=0)
   hidden, cache = model.apply(params, at(columns), tile * tile_len, cache, slot)

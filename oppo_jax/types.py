@@ -10,7 +10,7 @@ Axis letters, the same in the whole package:
   K key/value heads           N layers
 
 Rows are left-packed: prompt, then response, from column 0, right padding.
-Cache index = position = column. With a prompt of 3 and 2 response tokens so far:
+Cache index = position = column. A prompt of 3 and 2 response tokens so far:
 
   column      0  1  2  3  4  5  6  7
   tokens      p  p  p  r  r  .  .  .      prompt_len = 3, length = 5
@@ -133,7 +133,7 @@ class Batch:
       the algorithm asks for the "policy" scorer.
     ref_logprobs: under the reference; zeros unless it asks for "reference".
     values: critic *before* token t; one column more than `mask` is valid: the
-      value after the last token (if it fits). Zeros unless it asks for "critic".
+      value after the last token, if it fits. Zeros unless it asks for "critic".
     scores: what the learned and rule-based rewards add up to.
     token_version: policy version that sampled each token.
     admitted_at: policy version when the row was admitted.

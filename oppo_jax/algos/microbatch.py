@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Micro-batches of packed rows, built on the device from a `Packing`.
 
-Index arithmetic only. A model reads the packed tokens; position p of a row
-predicts token p + 1, so the loss terms of response token t stand where token
-t - 1 is read, and a value after the last token stands on that token:
+Knows where tokens lie, and no loss. A model reads the packed tokens; position p
+of a row predicts token p + 1, so the loss terms of response token t stand where
+token t - 1 is read, and a value after the last token stands on that token:
 
   columns of the bin    0  1  2  3  4  5  6  7
   rows (prompt 2)       a  a  a  a  b  b  b  .      responses of 2 and 1 tokens
@@ -12,12 +12,14 @@ t - 1 is read, and a value after the last token stands on that token:
   predicts token t      .  0  1  2  .  0  1  .      2 and 1: values only
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int, Shaped
 
-from oppo_jax import types
+from oppo_jax import ops, types
 
 
 @struct.dataclass
@@ -84,3 +86,54 @@ def gather(
     column=jnp.clip(predicted, 0, max_response_len - 1),
     is_inside=is_token & (0 <= predicted) & (predicted < max_response_len),
   )
+
+
+def accumulate(
+  loss_fn: Callable[[types.Params, MicroBatch], tuple],
+  params: types.Params,
+  batch: types.Batch,
+  minibatch: types.Packing,
+  *,
+  micro_rows: int,
+  width: int,
+) -> tuple[types.Params, dict[str, jax.Array], dict[str, jax.Array]]:
+  """Adds up gradients over the micro-batches of one minibatch.
+
+  The trip count is `minibatch.num_micro`, read on the device: micro-batches of
+  padding never run, and another number of them compiles nothing.
+
+  Args:
+    loss_fn: (params, micro) -> loss, (sums, maxima): dicts of scalars that are
+      added up, and of which the largest counts. Means must already be over the
+      whole minibatch: losses are added, too.
+    params: what is differentiated.
+    batch: all rows.
+    minibatch: the packing of one minibatch, its fields of shape [M].
+    micro_rows: see `gather`.
+    width: see `gather`.
+
+  Returns:
+    gradients (in float32 or better), sums and maxima (from 0 up).
+  """
+  micro_fn = lambda index: gather(
+    batch, minibatch, index, micro_rows=micro_rows, width=width
+  )
+  zeros = lambda x: ops.at_least_float32(jnp.zeros(x.shape, x.dtype))
+  add = lambda x, y: x + y.astype(x.dtype)
+
+  def add_micro(index, carry):
+    grads, sums, maxima = carry
+    new_grads, (new_sums, new_maxima) = jax.grad(loss_fn, has_aux=True)(
+      params, micro_fn(index)
+    )
+    return (
+      jax.tree.map(add, grads, new_grads),
+      jax.tree.map(add, sums, new_sums),
+      jax.tree.map(jnp.maximum, maxima, new_maxima),
+    )
+
+  _, aux = jax.eval_shape(
+    lambda: loss_fn(params, micro_fn(jnp.zeros((), jnp.int32)))
+  )
+  nothing = jax.tree.map(zeros, (params, *aux))
+  return jax.lax.fori_loop(0, minibatch.num_micro, add_micro, nothing)

@@ -5,10 +5,13 @@ Schedules count optimizer steps (minibatches), not updates.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from oppo_jax import types
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -38,6 +41,63 @@ class OptimConfig:
   b2: float
   eps: float
   weight_decay: float
+
+
+class Optimizer(NamedTuple):
+  """One model's optimizer, and its schedule for the log."""
+
+  schedule: optax.Schedule
+  transform: optax.GradientTransformation
+
+
+def make(config: OptimConfig, *, total_steps: int) -> dict[str, Optimizer]:
+  """Optimizers of the policy and the critic: own state, own clip."""
+  result = {}
+  for name in ("policy", "critic"):
+    schedule = make_schedule(
+      peak=getattr(config, f"{name}_lr"),
+      schedule=config.schedule,
+      warmup_steps=config.warmup_steps,
+      total_steps=total_steps,
+    )
+    transform = make_adamw(
+      schedule,
+      clip_norm=config.clip_norm,
+      b1=config.b1,
+      b2=config.b2,
+      eps=config.eps,
+      weight_decay=config.weight_decay,
+    )
+    result[name] = Optimizer(schedule, transform)
+  return result
+
+
+def init(
+  optimizers: dict[str, Optimizer], params: types.Params
+) -> dict[str, optax.OptState]:
+  """One state per optimizer, of the entry of `params` that has its name."""
+  return {k: v.transform.init(params[k]) for k, v in optimizers.items()}
+
+
+def step(
+  optimizers: dict[str, Optimizer],
+  params: types.Params,
+  opt_state: dict[str, optax.OptState],
+  grads: types.Params,
+) -> tuple[types.Params, dict[str, optax.OptState], dict[str, jax.Array]]:
+  """One step of every optimizer.
+
+  Returns:
+    parameters, states, and the norms of the gradients before clipping.
+  """
+  new_params, new_state, norms = {}, {}, {}
+  for name, optimizer in optimizers.items():
+    updates, new_state[name] = optimizer.transform.update(
+      grads[name], opt_state[name], params[name]
+    )
+    new_params[name] = optax.apply_updates(params[name], updates)
+    norms[name] = optax.tree.norm(grads[name])
+  return new_params, new_state, norms
 
 
 def make_schedule(
@@ -75,7 +135,7 @@ def make_schedule(
   return learning_rate
 
 
-def make_optimizer(
+def make_adamw(
   learning_rate: optax.Schedule,
   *,
   clip_norm: float,

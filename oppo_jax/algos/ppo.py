@@ -7,159 +7,18 @@ The whole algorithm, from a harvested batch to new parameters: Schulman et al.
 behind is that a token's behaviour log-prob may be several versions old.
 """
 
-import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from oppo_jax import ops, rewards, types
-from oppo_jax.algos import base, microbatch, optim
+from oppo_jax.algos import base, losses, microbatch, optim
+from oppo_jax.algos.ppo_config import PPOConfig
 from oppo_jax.models import base as models
-
-DENOMINATORS = ("behavior", "start", "decoupled", "tis")
-
-
-@dataclasses.dataclass(frozen=True)
-class PPOConfig:
-  """Numbers of the algorithm. `PRESETS` has three full sets of them.
-
-  Attributes:
-    clip_eps: bound on |ratio - 1| in the clipped surrogate.
-    value_clip_eps: bound on how far a value moves from the rollout's; 0 = off.
-    vf_coef: weight of the value loss.
-    gamma: discount.
-    lam: lambda of GAE.
-    kl_coef: weight of the KL in the rewards; where an adaptive one starts.
-    kl_estimator: estimator of that KL, "k1", "k2" or "k3".
-    kl_inner_clip: see `ops.kl`; 0 = off.
-    kl_outer_clip: see `ops.kl`; 0 = off.
-    kl_target: nats per response that an adaptive kl_coef aims at; 0 = fixed.
-    kl_horizon: responses over which it adapts.
-    kl_loss_coef: weight of the KL as a loss; 0 = off.
-    kl_loss_estimator: as `kl_estimator`, of the loss.
-    kl_loss_inner_clip: as `kl_inner_clip`, of the loss.
-    kl_loss_outer_clip: as `kl_outer_clip`, of the loss.
-    log_ratio_clip: bound on |log ratio| before the exponential; 0 = off.
-    entropy_coef: weight of the entropy bonus; 0 = off.
-    whiten_advantages: over the response tokens of the whole batch.
-    whiten_rewards: likewise, around their mean.
-    whitening: "unbiased" or "population", see `ops.whiten`.
-    score_clip: bound on |score|; 0 = off.
-    missing_eos_penalty: taken off the score of a response cut at the limit.
-    score_position: "last" or "after_eos", see `rewards.score_column`.
-    num_epochs: passes over a batch.
-    num_minibatches: optimizer steps per pass.
-    denominator: of the ratio. "behavior": the log-prob stored at sampling.
-      "start": recomputed at the start of the update. "decoupled": start, times
-      min(start / behavior, cap) (Hilton et al. 2022, arXiv 2110.00641).
-      "tis": no clipped surrogate, but the policy gradient times
-      min(ratio to behavior, cap) (truncated importance sampling).
-    behavior_weight_cap: the cap of the last two.
-    logprob_chunk: tokens whose logits exist at one time.
-  """
-
-  clip_eps: float
-  value_clip_eps: float
-  vf_coef: float
-  gamma: float
-  lam: float
-  kl_coef: float
-  kl_estimator: str
-  kl_inner_clip: float
-  kl_outer_clip: float
-  kl_target: float
-  kl_horizon: float
-  kl_loss_coef: float
-  kl_loss_estimator: str
-  kl_loss_inner_clip: float
-  kl_loss_outer_clip: float
-  log_ratio_clip: float
-  entropy_coef: float
-  whiten_advantages: bool
-  whiten_rewards: bool
-  whitening: str
-  score_clip: float
-  missing_eos_penalty: float
-  score_position: str
-  num_epochs: int
-  num_minibatches: int
-  denominator: str
-  behavior_weight_cap: float
-  logprob_chunk: int
-
-  def __post_init__(self):
-    for field, choices in (
-      ("kl_estimator", ops.KL_ESTIMATORS),
-      ("kl_loss_estimator", ops.KL_ESTIMATORS),
-      ("whitening", ops.WHITENINGS),
-      ("score_position", rewards.SCORE_POSITIONS),
-      ("denominator", DENOMINATORS),
-    ):
-      if getattr(self, field) not in choices:
-        raise ValueError(f"{field}={getattr(self, field)!r}: not in {choices}")
-
-
-# The arithmetic of TRL 1.12, OpenRLHF 0.11 and verl 0.10; what none of them has
-# (denominator, chunk) is ours. TRL samples at temperature 0.7, the others at 1.
-PRESETS: dict[str, dict[str, Any]] = {
-  "trl": dict(
-    clip_eps=0.2,
-    value_clip_eps=0.2,
-    vf_coef=0.1,
-    gamma=1.0,
-    lam=0.95,
-    kl_coef=0.05,
-    kl_estimator="k1",
-    kl_inner_clip=0.0,
-    kl_outer_clip=0.0,
-    kl_target=0.0,
-    kl_horizon=10_000.0,
-    kl_loss_coef=0.0,
-    kl_loss_estimator="k3",
-    kl_loss_inner_clip=0.0,
-    kl_loss_outer_clip=0.0,
-    log_ratio_clip=0.0,
-    entropy_coef=0.0,
-    whiten_advantages=True,
-    whiten_rewards=False,
-    whitening="unbiased",
-    score_clip=0.0,
-    missing_eos_penalty=0.0,
-    score_position="after_eos",
-    num_epochs=4,
-    num_minibatches=1,
-    denominator="behavior",
-    behavior_weight_cap=2.0,
-    logprob_chunk=1024,
-  ),
-}
-PRESETS["openrlhf"] = PRESETS["trl"] | dict(
-  value_clip_eps=0.5,
-  vf_coef=1.0,
-  lam=1.0,
-  kl_coef=0.01,
-  kl_outer_clip=10.0,
-  kl_loss_outer_clip=10.0,
-  log_ratio_clip=20.0,
-  whitening="population",
-  score_position="last",
-  num_epochs=1,
-)
-PRESETS["verl"] = PRESETS["trl"] | dict(
-  value_clip_eps=0.5,
-  vf_coef=1.0,
-  lam=1.0,
-  kl_coef=0.001,
-  kl_loss_inner_clip=20.0,  # verl clamps k3 alone, and its reward KL is k1
-  kl_loss_outer_clip=10.0,
-  log_ratio_clip=20.0,
-  score_position="last",
-  num_epochs=1,
-)
 
 
 class Targets(NamedTuple):
@@ -170,6 +29,7 @@ class Targets(NamedTuple):
     kl: of the rollout to the reference, per token, 0 outside the mask.
     rewards: token rewards, whitened if asked.
     advantages: weight of each token in the policy loss.
+    values: of the rollout, 0 outside `value_mask`.
     returns: what values are regressed on.
     value_mask: columns that have a value.
     denominator: log-probs the ratio is taken to.
@@ -179,6 +39,7 @@ class Targets(NamedTuple):
   kl: Float[Array, "B R"]
   rewards: Float[Array, "B R"]
   advantages: Float[Array, "B R"]
+  values: Float[Array, "B R"]
   returns: Float[Array, "B R"]
   value_mask: Bool[Array, "B R"]
   denominator: Float[Array, "B R"]
@@ -219,9 +80,10 @@ def make_targets(
     token_rewards = ops.whiten(
       token_rewards, value_mask, keep_mean=True, whitening=whitening
     )
+  values = jnp.where(value_mask, batch.values, 0)
   advantages, returns = ops.gae(
     token_rewards,
-    batch.values,
+    values,
     value_mask,
     gamma=config.gamma,
     lam=config.lam,
@@ -232,7 +94,7 @@ def make_targets(
     )
   if config.denominator == "decoupled":
     # A weight >= 0 may be folded into the advantage: max(-wA·r, -wA·clip(r)).
-    weight = truncated_ratio(
+    weight = losses.truncated_ratio(
       batch.start_logprobs - batch.behavior_logprobs,
       cap=config.behavior_weight_cap,
     )
@@ -242,104 +104,11 @@ def make_targets(
     kl=kl,
     rewards=token_rewards,
     advantages=advantages,
+    values=values,
     returns=returns,
     value_mask=value_mask,
     denominator=denominator,
   )
-
-
-def log_ratio(
-  logprobs: Float[Array, "*b"],
-  denominator: Float[Array, "*b"],
-  mask: Bool[Array, "*b"],
-  *,
-  clip: float,
-) -> Float[Array, "*b"]:
-  """log π / π_denominator per token; 0, without gradient, outside `mask`.
-
-  The mask comes before the exponential: junk could overflow it, and the
-  gradient of a masked infinity is NaN.
-  """
-  difference = jnp.where(mask, logprobs - denominator, 0)
-  return jnp.clip(difference, -clip, clip) if clip else difference
-
-
-def truncated_ratio(
-  log_ratio: Float[Array, "*b"], *, cap: float
-) -> Float[Array, "*b"]:
-  """min(ratio, cap), a constant to the gradient; `cap` > 0."""
-  # min before exp: no overflow.
-  return jax.lax.stop_gradient(
-    jnp.exp(jnp.minimum(log_ratio, jnp.log(cap).astype(log_ratio.dtype)))
-  )
-
-
-def clipped_surrogate(
-  log_ratio: Float[Array, "*b"],
-  advantages: Float[Array, "*b"],
-  *,
-  clip_eps: float,
-) -> tuple[Float[Array, "*b"], Bool[Array, "*b"]]:
-  """max(-A·ratio, -A·clip(ratio, 1 - ε, 1 + ε)) per token.
-
-  Schulman et al. 2017, eq. 7.
-
-  Returns:
-    Losses, and where the clipped branch was taken (no gradient there).
-  """
-  ratio = jnp.exp(log_ratio)
-  unclipped = -advantages * ratio
-  clipped = -advantages * jnp.clip(ratio, 1 - clip_eps, 1 + clip_eps)
-  return jnp.maximum(unclipped, clipped), clipped > unclipped
-
-
-def truncated_surrogate(
-  log_ratio: Float[Array, "*b"],
-  advantages: Float[Array, "*b"],
-  *,
-  cap: float,
-) -> tuple[Float[Array, "*b"], Bool[Array, "*b"]]:
-  """Loss of gradient -A·min(ratio, cap)·∇log π per token, of value without ∇.
-
-  Truncated importance sampling (Ionides 2008): unlike a clipped surrogate,
-  a capped token still learns.
-
-  Returns:
-    Losses, and where the ratio is capped.
-  """
-  weight = truncated_ratio(log_ratio, cap=cap)
-  unit = jnp.exp(log_ratio - jax.lax.stop_gradient(log_ratio))
-  return -advantages * weight * unit, log_ratio > jnp.log(cap)
-
-
-def value_loss(
-  values: Float[Array, "*b"],
-  rollout_values: Float[Array, "*b"],
-  returns: Float[Array, "*b"],
-  *,
-  value_clip_eps: float,
-) -> tuple[Float[Array, "*b"], Bool[Array, "*b"]]:
-  """max((V - G)², (clip(V, V₀ - ε, V₀ + ε) - G)²) / 2 per token.
-
-  As in OpenAI's baselines: `ppo2/model.py`.
-
-  Args:
-    values: V, of the critic that is trained.
-    rollout_values: V₀, those that the advantages were computed from.
-    returns: G.
-    value_clip_eps: ε; 0 = no clipping.
-
-  Returns:
-    Losses, and where the clipped branch was taken.
-  """
-  unclipped = jnp.square(values - returns)
-  if not value_clip_eps:
-    return unclipped / 2, jnp.zeros(values.shape, bool)
-  near = jnp.clip(
-    values, rollout_values - value_clip_eps, rollout_values + value_clip_eps
-  )
-  clipped = jnp.square(near - returns)
-  return jnp.maximum(unclipped, clipped) / 2, clipped > unclipped
 
 
 def adaptive_kl_coef(
@@ -358,3 +127,258 @@ def adaptive_kl_coef(
   """
   error = jnp.clip(observed_kl / target - 1, -0.2, 0.2)
   return kl_coef * (1 + error * num_responses / horizon)
+
+
+def make(
+  algo: Mapping[str, Any],
+  optimizer: Mapping[str, Any],
+  *,
+  policy: models.Model,
+  critic: models.Model,
+  temperature: float,
+  top_k: int,
+  top_p: float,
+  num_updates: int,
+  bin_width: int,
+  micro_rows: int,
+) -> base.Algorithm:
+  """PPO with these numbers, for these models.
+
+  Args:
+    algo: fields of `PPOConfig`.
+    optimizer: fields of `optim.OptimConfig`.
+    policy: with an "lm" head.
+    critic: with a "scalar" head; has its own parameters and optimizer.
+    temperature: of the sampling distribution, see `ops.sampling_logits`.
+    top_k: of the sampling distribution.
+    top_p: of the sampling distribution.
+    num_updates: updates of the whole run, for the schedule.
+    bin_width: W, tokens per packed row; as given to `packing.plan`.
+    micro_rows: packed rows per forward and backward pass; likewise.
+  """
+  config = PPOConfig(**algo)
+  steps_per_update = config.num_epochs * config.num_minibatches
+  optimizers = optim.make(
+    optim.OptimConfig(**optimizer), total_steps=num_updates * steps_per_update
+  )
+  loss = functools.partial(
+    micro_loss,
+    config=config,
+    policy=policy,
+    critic=critic,
+    sampling=dict(temperature=temperature, top_k=top_k, top_p=top_p),
+  )
+
+  def init(params: types.Params) -> types.TrainState:
+    return types.TrainState(
+      params=params,
+      opt_state=optim.init(optimizers, params),
+      version=jnp.zeros((), jnp.int32),
+      algo_state={"kl_coef": jnp.asarray(config.kl_coef, jnp.float32)},
+    )
+
+  def update(
+    state: types.TrainState, batch: types.Batch, packing: types.Packing
+  ) -> tuple[types.TrainState, base.Metrics]:
+    planned = (config.num_epochs, config.num_minibatches)
+    if packing.row.shape[:2] != planned:
+      raise ValueError(f"packing is for {packing.row.shape[:2]}, not {planned}")
+    kl_coef = state.algo_state["kl_coef"]
+    targets = make_targets(batch, kl_coef, config)
+
+    def one_minibatch(carry, minibatch):
+      params, opt_state = carry
+      counts = Counts(
+        tokens=_count(batch.mask[minibatch.row]),
+        values=_count(targets.value_mask[minibatch.row]),
+      )
+      grads, sums, maxima = microbatch.accumulate(
+        functools.partial(loss, batch=batch, targets=targets, counts=counts),
+        params,
+        batch,
+        minibatch,
+        micro_rows=micro_rows,
+        width=bin_width,
+      )
+      params, opt_state, norms = optim.step(
+        optimizers, params, opt_state, grads
+      )
+      return (params, opt_state), (sums, counts, maxima, norms)
+
+    # Epochs and minibatches are one axis: optimizer steps.
+    minibatches = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), packing)
+    (params, opt_state), (sums, counts, maxima, norms) = jax.lax.scan(
+      one_minibatch, (state.params, state.opt_state), minibatches
+    )
+    total = functools.partial(jax.tree.map, jnp.sum)
+    first_step = state.version * steps_per_update
+    metrics = {
+      **rollout_metrics(batch, targets, kl_coef),
+      **loss_metrics(total(sums), total(counts)),
+      "policy/ratio_first": maxima["ratio_deviation"][0],
+      "policy/grad_norm": jnp.mean(norms["policy"]),
+      "val/grad_norm": jnp.mean(norms["critic"]),
+      "policy/lr": optimizers["policy"].schedule(first_step),
+      "val/lr": optimizers["critic"].schedule(first_step),
+    }
+    if config.kl_target:
+      kl_coef = adaptive_kl_coef(
+        kl_coef,
+        metrics["objective/kl"],
+        target=config.kl_target,
+        horizon=config.kl_horizon,
+        num_responses=batch.uid.shape[0],
+      )
+    state = types.TrainState(
+      params=params,
+      opt_state=opt_state,
+      version=state.version + 1,
+      algo_state={"kl_coef": kl_coef},
+    )
+    return state, {k: v.astype(jnp.float32) for k, v in metrics.items()}
+
+  scorers = {"critic", "reference", "reward"}
+  if config.denominator in ("start", "decoupled"):
+    scorers.add("policy")
+  return base.Algorithm(
+    scorers=frozenset(scorers), group_size=1, init=init, update=update
+  )
+
+
+class Counts(NamedTuple):
+  """What the sums of a minibatch are divided by, at least 1 each."""
+
+  tokens: Float[Array, ""]
+  values: Float[Array, ""]
+
+
+def micro_loss(
+  params: types.Params,
+  micro: microbatch.MicroBatch,
+  *,
+  batch: types.Batch,
+  targets: Targets,
+  counts: Counts,
+  config: PPOConfig,
+  policy: models.Model,
+  critic: models.Model,
+  sampling: Mapping[str, Any],
+) -> tuple[Float[Array, ""], tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
+  """One micro-batch's share of the loss of its minibatch.
+
+    policy + vf_coef · value + kl_loss_coef · kl - entropy_coef · entropy
+
+  Each term is a sum over tokens, divided by the count of the *minibatch*: how
+  that is cut into micro-batches changes no mean.
+
+  Returns:
+    The loss; sums over tokens by name, and maxima by name.
+  """
+  take, shape = micro.take, micro.tokens.shape
+  packed = (micro.tokens, micro.positions, micro.segments)
+  hidden = policy.forward(params["policy"], *packed)  # [rows, W, D]
+  logprobs, entropy = ops.token_logprobs(
+    hidden.reshape(-1, hidden.shape[-1]),
+    take(batch.responses).reshape(-1),
+    functools.partial(policy.head, params["policy"]),
+    chunk=config.logprob_chunk,
+    with_entropy=True,
+    **sampling,
+  )
+  logprobs, entropy = logprobs.reshape(shape), entropy.reshape(shape)
+  hidden = critic.forward(params["critic"], *packed)
+  values = critic.head(params["critic"], hidden)[..., 0]
+
+  mask = micro.is_inside & take(batch.mask)
+  log_ratio = losses.log_ratio(
+    logprobs, take(targets.denominator), mask, clip=config.log_ratio_clip
+  )
+  advantages = take(targets.advantages)
+  if config.denominator == "tis":
+    policy_loss, is_clipped = losses.truncated_surrogate(
+      log_ratio, advantages, cap=config.behavior_weight_cap
+    )
+  else:
+    policy_loss, is_clipped = losses.clipped_surrogate(
+      log_ratio, advantages, clip_eps=config.clip_eps
+    )
+  kl = ops.kl(
+    jnp.where(mask, logprobs, 0),
+    jnp.where(mask, take(batch.ref_logprobs), 0),
+    estimator=config.kl_loss_estimator,
+    inner_clip=config.kl_loss_inner_clip,
+    outer_clip=config.kl_loss_outer_clip,
+  )
+  value_loss, is_value_clipped = losses.value_loss(
+    values,
+    take(targets.values),
+    take(targets.returns),
+    value_clip_eps=config.value_clip_eps,
+  )
+
+  ratio = jnp.exp(log_ratio)
+  over = lambda mask, terms: {
+    k: jnp.sum(jnp.where(mask, ops.at_least_float32(x), 0))
+    for k, x in terms.items()
+  }
+  sums = over(
+    mask,
+    dict(
+      policy_loss=policy_loss,
+      kl=kl,
+      entropy=entropy,
+      ratio=ratio,
+      squared_log_ratio=jnp.square(log_ratio),
+      is_clipped=is_clipped,
+    ),
+  ) | over(
+    micro.is_inside & take(targets.value_mask),
+    dict(value_loss=value_loss, is_value_clipped=is_value_clipped),
+  )
+  loss = sums["policy_loss"] / counts.tokens
+  loss += config.vf_coef * sums["value_loss"] / counts.values
+  if config.kl_loss_coef:
+    loss += config.kl_loss_coef * sums["kl"] / counts.tokens
+  if config.entropy_coef:
+    loss -= config.entropy_coef * sums["entropy"] / counts.tokens
+  deviation = jnp.where(mask, jnp.abs(ratio - 1), 0)
+  return loss, (sums, {"ratio_deviation": jnp.max(deviation)})
+
+
+def rollout_metrics(
+  batch: types.Batch, targets: Targets, kl_coef: Float[Array, ""]
+) -> base.Metrics:
+  """What is known before the update; means over responses, as TRL's."""
+  per_response = lambda x: jnp.mean(
+    jnp.sum(jnp.where(batch.mask, x, 0), axis=-1)
+  )
+  kl = per_response(targets.kl)
+  return {
+    "objective/kl": kl,
+    "objective/entropy": per_response(-targets.denominator),
+    "objective/scores": jnp.mean(targets.scores),
+    "objective/rlhf_reward": jnp.mean(targets.scores) - kl_coef * kl,
+    "objective/kl_coef": kl_coef,
+    "val/explained_variance": ops.explained_variance(
+      targets.values, targets.returns, targets.value_mask
+    ),
+  }
+
+
+def loss_metrics(sums: dict[str, jax.Array], counts: Counts) -> base.Metrics:
+  """What is known after it; means over the tokens of all minibatches."""
+  mean = {k: v / counts.tokens for k, v in sums.items()}
+  return {
+    "policy/approxkl_avg": mean["squared_log_ratio"] / 2,
+    "policy/clipfrac_avg": mean["is_clipped"],
+    "policy/entropy_avg": mean["entropy"],
+    "policy/kl_ref_avg": mean["kl"],
+    "loss/policy_avg": mean["policy_loss"],
+    "loss/value_avg": sums["value_loss"] / counts.values,
+    "val/ratio": mean["ratio"],
+    "val/clipfrac_avg": sums["is_value_clipped"] / counts.values,
+  }
+
+
+def _count(mask: Bool[Array, "M R"]) -> Float[Array, ""]:
+  return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1)

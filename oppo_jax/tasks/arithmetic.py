@@ -8,6 +8,15 @@ Operations are carried out from left to right, as on a pocket calculator, also
 across `*`. The number of operations is log-normal, so response lengths have the
 long tail that overlap is about. A problem is a pure function of
 (seed, split, index) and the knobs.
+
+Characters (one token each under a "char" tokenizer) of 20,000 training rows,
+seed 0, max_ops 12 | 16:
+
+  difficulty                   1          2          3          4          5
+  solution, median       26 | 26    27 | 27    30 | 30    34 | 35    37 | 37
+  solution, 99%         82 | 102   91 | 115   99 | 123  119 | 149  128 | 157
+  solution, longest     98 | 131   99 | 131  110 | 145  134 | 175  135 | 179
+  prompt, longest        27 | 35    27 | 35    38 | 49    39 | 50    39 | 51
 """
 
 import dataclasses
@@ -26,7 +35,7 @@ import numpy as np
 
 from oppo_jax.tasks import base, rows
 
-OPS_MEDIAN = 3.0  # of the log-normal number of operations
+OPS_MEDIAN = 3.5  # of the log-normal number of operations
 OPS_SIGMA = 0.75
 TEST_SHARE = 8  # one prompt in this many belongs to the test split
 
@@ -40,8 +49,8 @@ class Level:
 
   Attributes:
     operators: of "+-*"; the right operand of `*` is one digit, at least 2.
-    max_operand: largest operand of + and -, and largest first number.
-    bound: running values stay in [0, bound).
+    max_operand: largest operand of + and -.
+    bound: running values stay in [0, bound); the first is at most half of it.
   """
 
   operators: str
@@ -65,9 +74,9 @@ def make(
   num_train: int,
   num_test: int,
   seed: int,
-  data_dir: str | os.PathLike,
+  cache_dir: str | os.PathLike,
 ) -> base.Task:
-  """The task; rows are generated once and kept under `data_dir`.
+  """The task; rows are generated once and kept under `cache_dir`.
 
   Args:
     difficulty: 1 .. 5, see `LEVELS`.
@@ -75,7 +84,7 @@ def make(
     num_train: training problems. Short ones repeat, as there are few of them.
     num_test: test problems; no prompt of theirs is in any training split.
     seed: another seed is another draw of problems.
-    data_dir: where the data set is kept, see `rows.py`.
+    cache_dir: where the data set is kept, see `rows.py`.
   """
   if difficulty not in LEVELS:
     raise ValueError(f"difficulty={difficulty}: not one of {sorted(LEVELS)}")
@@ -107,7 +116,7 @@ def make(
       key=json.dumps([knobs, sizes, inspect.getsource(sys.modules[__name__])]),
       fields=[f.name for f in dataclasses.fields(base.Example)],
       make_rows=make_rows,
-      data_dir=data_dir,
+      data_dir=cache_dir,
     )
     return {k: [base.Example(**row) for row in v] for k, v in found.items()}
 
@@ -193,7 +202,7 @@ def corrupt(example: base.Example, rng: np.random.Generator) -> str:
 
 def _draw(rng: random.Random, level: Level, num_ops: int):
   """First number and [(operator, operand)] with all values in the bound."""
-  first = value = rng.randint(1, level.max_operand)
+  first = value = rng.randint(1, level.bound // 2)
   ops = []
   for _ in range(num_ops):
     ranges = {
@@ -201,7 +210,8 @@ def _draw(rng: random.Random, level: Level, num_ops: int):
       "-": (1, min(level.max_operand, value)),
       "*": (2, min(9, (level.bound - 1) // value) if value else 0),
     }
-    op = rng.choice([o for o in level.operators if ranges[o][0] <= ranges[o][1]])
+    possible = [o for o in level.operators if ranges[o][0] <= ranges[o][1]]
+    op = rng.choice(possible)
     operand = rng.randint(*ranges[op])
     ops.append((op, operand))
     value = _APPLY[op](value, operand)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """GSM8K word problems: real rows, graded by their final number.
 
-Cobbe et al. 2021 (arXiv 2110.14168), https://github.com/openai/grade-school-math.
-`data_dir` holds `train.jsonl` and `test.jsonl`, or the same with `.gz`, with the
-fields `question` and `answer` (steps, last line `#### number`).
+Cobbe et al. 2021, arXiv 2110.14168; https://github.com/openai/grade-school-math.
+`data_dir` holds `train.jsonl` and `test.jsonl`, or the same with `.gz`, with
+the fields `question` and `answer` (steps, last line `#### number`).
 """
 
 import functools
@@ -27,7 +27,7 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")  # 48/2 = <<48/2=24>>24
 _FINAL = re.compile(r"(?:####|^[ \t]*A:)(.*)$", re.MULTILINE)
 _NUMBER = re.compile(
   r"(?P<minus>(?<![0-9A-Za-z)])[-\u2212])?"  # not the minus of 16-13
-  r"[$\u20ac\u00a3]?(?P<inner>[-\u2212])?"
+  r"(?:[$\u20ac\u00a3](?P<inner>[-\u2212])?)?"
   r"(?P<number>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?"
   r"|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
   r"(?:/(?P<denominator>[0-9]+))?"
@@ -51,9 +51,10 @@ def make(*, data_dir: str | os.PathLike, cache_dir: str | os.PathLike):
   @functools.cache
   def load():
     raw = {split: path.read_bytes() for split, path in paths.items()}
+    hashes = {k: hashlib.sha256(v).hexdigest() for k, v in raw.items()}
     found = rows.load(
       "gsm8k",
-      key=json.dumps({k: hashlib.sha256(v).hexdigest() for k, v in raw.items()}),
+      key=json.dumps(hashes),
       fields=FIELDS,
       make_rows=lambda: {k: read_rows(v, paths[k]) for k, v in raw.items()},
       data_dir=cache_dir,
@@ -153,8 +154,9 @@ def _final_field(answer: str) -> str:
 def _find(data_dir: str | os.PathLike, split: str) -> pathlib.Path:
   folder = pathlib.Path(data_dir).expanduser()
   if not folder.is_dir():
-    raise FileNotFoundError(f"gsm8k: data_dir={str(data_dir)!r}: no such folder")
-  for name in (f"{split}.jsonl", f"{split}.jsonl.gz"):
+    raise FileNotFoundError(f"gsm8k: data_dir={str(folder)!r} is not a folder")
+  names = (f"{split}.jsonl", f"{split}.jsonl.gz")
+  for name in names:
     if (folder / name).is_file():
       return folder / name
-  raise FileNotFoundError(f"gsm8k: no {split}.jsonl or {split}.jsonl.gz in {folder}")
+  raise FileNotFoundError(f"gsm8k: no {' or '.join(names)} in {str(folder)!r}")

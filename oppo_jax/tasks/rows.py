@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of text kept as a TFDS data set (array_record, no TensorFlow).
 
-  data_dir/rows/<name>-<hash of what decides the content>/1.0.0/
+  data_dir/<name>-<hash of what decides the content>/rows/1.0.0/
 
 A changed hash is another folder, so nothing stale is ever read. TFDS renames
 the finished folder into place: what is there is whole, and a killed build
@@ -13,6 +13,8 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 Row = Mapping[str, str]
 
@@ -44,23 +46,30 @@ def load(
   digest = hashlib.sha256(what.encode("utf-8")).hexdigest()[:16]
   make = functools.partial(
     _builder_class(),
-    name=f"{name}-{digest}",
     fields=tuple(fields),
-    data_dir=os.path.expanduser(os.fspath(data_dir)),
+    data_dir=os.path.join(os.path.expanduser(data_dir), f"{name}-{digest}"),
   )
   builder = make()
-  if not builder.is_prepared():
+  if not os.path.exists(builder.data_dir):
     builder.rows = make_rows()
     try:
       builder.download_and_prepare()
-    except FileExistsError:  # Another process was faster; its copy is whole.
-      if not make().is_prepared():
+    except OSError:
+      # FileExistsError or ENOTEMPTY, by how close the race was: another process
+      # was faster, and its copy is whole.
+      if not os.path.exists(builder.data_dir):
         raise
     builder = make()
-  return {
-    split: _read(builder.as_data_source(split=split), fields)
-    for split in builder.info.splits
-  }
+  try:
+    if not builder.info.splits:
+      raise RuntimeError("dataset_info.json is missing")
+    return {
+      split: _read(builder.as_data_source(split=split), fields)
+      for split in builder.info.splits
+    }
+  except RuntimeError as e:  # What ArrayRecord raises.
+    message = f"{builder.data_dir} is damaged, delete the folder: {e}"
+    raise ValueError(message) from e
 
 
 def _read(source, fields: Sequence[str]) -> list[dict[str, str]]:
@@ -68,7 +77,7 @@ def _read(source, fields: Sequence[str]) -> list[dict[str, str]]:
   found = source.__getitems__(list(range(len(source))))
   found.sort(key=lambda row: row["index"])
   if [int(row["index"]) for row in found] != list(range(len(source))):
-    raise ValueError(f"{source}: rows are missing; delete the folder")
+    raise RuntimeError("rows are missing")
   return [{f: row[f].decode("utf-8") for f in fields} for row in found]
 
 
@@ -84,18 +93,14 @@ def _builder_class():
 
     VERSION = tfds.core.Version("1.0.0")
 
-    def __init__(self, *, name, fields, data_dir):
+    def __init__(self, *, fields, data_dir):
       self.fields = fields
       self.rows = {}
-      super().__init__(
-        config=tfds.core.BuilderConfig(name=name),
-        data_dir=data_dir,
-        file_format="array_record",
-      )
+      super().__init__(data_dir=data_dir, file_format="array_record")
 
     def _info(self):
       features = {f: tfds.features.Text() for f in self.fields}
-      features["index"] = tfds.features.Scalar("int64")
+      features["index"] = tfds.features.Scalar(np.int64)
       return tfds.core.DatasetInfo(
         builder=self, features=tfds.features.FeaturesDict(features)
       )
@@ -107,5 +112,10 @@ def _builder_class():
     def _generate_examples(self, split):
       for i, row in enumerate(self.rows[split]):
         yield i, {"index": i} | {f: row[f] for f in self.fields}
+
+    def _log_download_bytes(self):
+      """TFDS would print that it is downloading; it is not."""
+
+    _log_download_done = _log_download_bytes
 
   return Rows

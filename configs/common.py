@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every field there is, and what it means; experiments start from here.
+
+Sizes are those of a laptop run; `oppo_jax/config.py` states allowed ranges.
+"""
+
+import ml_collections
+
+from oppo_jax import config as config_lib
+from oppo_jax.algos import ppo
+
+ARMS = config_lib.ARMS
+
+
+def base(*, arm: str = "oppo", preset: str = "openrlhf"):
+  """A complete config: `arm` of `ARMS`, PPO arithmetic of `ppo.PRESETS`."""
+  if preset not in ppo.PRESETS:
+    raise ValueError(f"preset {preset!r}: not one of {sorted(ppo.PRESETS)}")
+  config = ml_collections.ConfigDict()
+  config.seed = 0
+  config.num_steps = 100  # PPO updates, one batch each
+
+  # What is asked, and how text becomes tokens.
+  config.task_name = "arithmetic"
+  config.task = dict(
+    difficulty=1,  # 1 .. 5, see tasks/arithmetic.py
+    max_ops=12,
+    num_train=20_000,
+    num_test=512,
+    seed=0,
+  )
+  config.tokenizer = dict(kind="char", vocab_size=0, path="")
+
+  # Policy; critic, reference and reward model have the same trunk.
+  config.model_name = "transformer"
+  config.model = dict(
+    num_layers=3,
+    width=96,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=24,
+    mlp_dim=288,
+    rope_theta=10_000.0,
+    norm_eps=1e-5,
+    qkv_bias=False,
+    qk_norm=False,
+    tie_embeddings=True,
+    dtype="float32",
+    attention_block=64,  # 0 = attention reads the whole row
+    remat=False,
+  )
+  config.critic = dict(init="reward")  # trunk and head from: reward | random
+
+  # Supervised stages before PPO; num_steps = 0 skips one.
+  fit = dict(
+    rows=8, width=128, lr=3e-3, warmup_steps=20, weight_decay=0.1, clip_norm=1.0
+  )
+  config.warm_start = dict(
+    sft=dict(num_steps=0, **fit),
+    reward_model=dict(num_steps=0, num_prompts=512, num_samples=2, **fit),
+  )
+
+  config.rollout = dict(
+    batch_size=32,  # B, rows trained on per update
+    max_prompt_len=32,  # P, tokens
+    max_response_len=112,  # R, tokens
+    temperature=1.0,
+    top_k=0,  # 0 = off
+    top_p=1.0,  # 1.0 = off
+    long_prompts="refuse",  # refuse | skip | truncate_left
+    target_lengths_path="",  # benchmarks: one response length per uid
+    decode_loop="auto",  # while | fori; auto = fori on GPU
+  )
+  config.score = dict(
+    tile_rows=16,  # R of a scoring call
+    tile_len=32,  # T, tokens
+    logprob_chunk=512,  # tokens whose logits exist at one time
+  )
+  config.reward = dict(model_weight=1.0, rule_weight=0.0)
+
+  config.overlap = dict(
+    intra="none",  # none | sequence | chunk
+    inter="none",  # none | resume | restart
+    max_staleness=2,  # updates a row may be deferred; -1 = unbounded
+    policy_cache="recompute",  # of deferred rows after an update; or keep
+    critic_cache="recompute",
+  )
+  config.overlap.chunk = dict(
+    kind="fixed",  # fixed | tuned | replay
+    size=16,
+    sizes=(8, 16, 32, 64),  # candidates of tuned; paper: (100, 500, 3000)
+    period=50,
+    replay_path="",
+  )
+  config.overlap.delta = dict(
+    kind="robust",  # fixed | paper | paper_proportional | robust | replay
+    init=8,
+    min=0,
+    max=16,
+    window=8,  # steps
+    step=2,
+    dead_band=2.0,  # standard errors, robust only
+  )
+
+  config.update_from_flattened_dict(config_lib.arm_overrides(arm))
+
+  config.algo_name = "ppo"
+  config.algo = dict(ppo.PRESETS[preset])
+  config.optim = dict(
+    policy_lr=1e-4,
+    critic_lr=3e-4,
+    schedule="constant",  # constant | linear | cosine
+    warmup_steps=0,  # optimizer steps
+    clip_norm=1.0,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+    weight_decay=0.0,
+    micro_rows=8,  # packed rows per micro-batch
+    pack_width=0,  # tokens per packed row, 0 = prompt + response limit
+  )
+
+  config.eval = dict(num_prompts=256, every=0)  # every: steps, 0 = ends only
+  config.log = dict(rollouts_per_step=4, tensorboard=False)
+  return config

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a config to the things that run: task, tokenizer, models, functions.
+
+Reads data, draws no parameters, compiles nothing.
+"""
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import ml_collections
+
+from oppo_jax import (
+  algos,
+  decode,
+  evaluate,
+  models,
+  overlap,
+  score,
+  stream,
+  tasks,
+  tokenizer,
+  warm_start,
+)
+from oppo_jax import config as config_lib
+from oppo_jax.algos import base as algos_base
+from oppo_jax.tasks import base as tasks_base
+
+
+class Setup(NamedTuple):
+  """What a config turns into.
+
+  Attributes:
+    parts: task, tokenizer, prompts, models.
+    examples: training rows, `parts.prompts.rows` points into them.
+    algorithm: of `algos`.
+    fns: the loop's jitted functions.
+    greedy: functions of the held-out evaluation.
+    prompt_of: the prompt of a uid, as the loop wants it.
+    row_of: training row of a uid.
+    max_response_len: R.
+  """
+
+  parts: warm_start.Parts
+  examples: Sequence[tasks_base.Example]
+  algorithm: algos_base.Algorithm
+  fns: overlap.Fns
+  greedy: overlap.Fns
+  prompt_of: Callable[[int], overlap.Prompt]
+  row_of: Callable[[int], int]
+  max_response_len: int
+
+
+def make_tokenizer(
+  config: ml_collections.ConfigDict, task: tasks_base.Task
+) -> tokenizer.Tokenizer:
+  """The tokenizer of the config, trained on the task's text if need be."""
+  return tokenizer.make(
+    config.tokenizer.kind,
+    corpus=task.corpus(5_000),
+    vocab_size=config.tokenizer.vocab_size,
+    path=config.tokenizer.path,
+  )
+
+
+def setup(
+  config: ml_collections.ConfigDict,
+  workdir: pathlib.Path,
+  *,
+  log: Callable[[str], None],
+) -> Setup:
+  """Builds everything but parameters.
+
+  Args:
+    config: validated.
+    workdir: gets the data set and the tokenizer.
+    log: takes one line of text.
+  """
+  task = tasks.make(
+    config.task_name, cache_dir=workdir / "data", **config.task.to_dict()
+  )
+  tokens = make_tokenizer(config, task)
+  tokens.save(workdir / "tokenizer")
+  examples = task.prompts("train")
+  prompts = stream.encode_prompts(
+    examples,
+    tokens,
+    max_prompt_len=config.rollout.max_prompt_len,
+    long_prompts=config.rollout.long_prompts,
+  )
+  # Rounded up, for the matrix units; the extra ids are never sampled from text.
+  vocab_size = -(-tokens.vocab_size // 8) * 8
+  sized = dict(vocab_size=vocab_size, **config.model.to_dict())
+  policy = models.make(config.model_name, head="lm", **sized)
+  scalar = models.make(config.model_name, head="scalar", **sized)
+
+  r, o = config.rollout, config.overlap
+  sampling = decode.Sampling(
+    temperature=r.temperature,
+    top_k=r.top_k,
+    top_p=r.top_p,
+    eos_ids=tokens.eos_ids,
+    max_response_len=r.max_response_len,
+  )
+  tile = score.Tile(
+    config.score.tile_rows, config.score.tile_len, config.score.logprob_chunk
+  )
+  on_gpu = jax.default_backend() == "gpu"
+  auto = "fori" if on_gpu else "while"
+  decode_loop = auto if r.decode_loop == "auto" else r.decode_loop
+  row_len = config_lib.row_len(config)
+  pack_width = config.optim.pack_width or row_len
+  optim = config.optim.to_dict()
+  del optim["pack_width"], optim["micro_rows"]
+  algorithm = algos.make(
+    config.algo_name,
+    config.algo.to_dict(),
+    optim,
+    policy=policy,
+    critic=scalar,
+    temperature=r.temperature,
+    top_k=r.top_k,
+    top_p=r.top_p,
+    num_updates=config.num_steps,
+    bin_width=pack_width,
+    micro_rows=config.optim.micro_rows,
+  )
+  scorers = {
+    "reward": scalar,
+    "reference": policy,
+    "critic": scalar,
+    "policy": policy,
+  }
+  fns = overlap.make_fns(
+    sizes=overlap.Sizes(
+      num_slots=config_lib.num_slots(config),
+      batch_size=r.batch_size,
+      group_size=algorithm.group_size,
+      max_prompt_len=r.max_prompt_len,
+      row_len=row_len,
+      max_staleness=o.max_staleness,
+      tile=tile,
+      decode_loop=decode_loop,
+      restarts=o.inter == "restart",
+      keep_policy_cache=o.policy_cache == "keep",
+      keep_critic_cache=o.critic_cache == "keep",
+    ),
+    sampling=sampling,
+    policy=policy,
+    scorers={k: v for k, v in scorers.items() if k in algorithm.scorers},
+    algorithm=algorithm,
+  )
+  generation = dict(
+    num_slots=64,
+    max_prompt_len=r.max_prompt_len,
+    tile=tile,
+    decode_loop=decode_loop,
+  )
+  sampler = evaluate.make_fns(policy, sampling=sampling, **generation)
+  greedy = evaluate.make_fns(
+    policy, sampling=sampling._replace(temperature=0.0), **generation
+  )
+
+  uids = stream.Stream(
+    len(prompts.tokens), config.seed, group_size=algorithm.group_size
+  )
+  target_lengths = None
+  if r.target_lengths_path:
+    target_lengths = stream.load_target_lengths(
+      r.target_lengths_path, max_response_len=r.max_response_len
+    )
+    log(
+      "FORCED LENGTHS: every response ends where"
+      f" {r.target_lengths_path} says ({len(target_lengths)} lengths, then from"
+      " the start). This is a benchmark, not training."
+    )
+
+  def prompt_of(uid: int) -> overlap.Prompt:
+    forced = 0
+    if target_lengths is not None:
+      forced = int(target_lengths[uid % len(target_lengths)])
+    return overlap.Prompt(prompts.tokens[uids.index(uid)], forced)
+
+  parts = warm_start.Parts(task, tokens, prompts, policy, scalar, sampler)
+  return Setup(
+    parts=parts,
+    examples=examples,
+    algorithm=algorithm,
+    fns=fns,
+    greedy=greedy,
+    prompt_of=prompt_of,
+    row_of=lambda uid: int(prompts.rows[uids.index(uid)]),
+    max_response_len=r.max_response_len,
+  )

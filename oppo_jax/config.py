@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a config may hold, and what follows from it. No JAX.
+
+`SCHEMA` is the one list of keys; a new key is one line there. `validate` runs
+before anything else, and ends a run with one line that names the key.
+Derived quantities are functions, never fields.
+"""
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import ml_collections
+
+
+class Rule(NamedTuple):
+  """What a value must be.
+
+  Attributes:
+    is_valid: true on allowed values.
+    expected: the same in words, after "must be".
+  """
+
+  is_valid: Callable[[Any], bool]
+  expected: str
+
+
+def integer(low: float = -math.inf, high: float = math.inf) -> Rule:
+  """An int (not a bool) in [low, high]."""
+  is_valid = lambda x: type(x) is int and low <= x <= high
+  bounds = f" >= {low}" if low > -math.inf else ""
+  return Rule(is_valid, f"an integer{bounds}")
+
+
+def number(
+  low: float = -math.inf,
+  high: float = math.inf,
+  *,
+  above: float = -math.inf,
+  below: float = math.inf,
+) -> Rule:
+  """A finite float in [low, high] and in (above, below), written with a dot.
+
+  An int is refused: a command-line override must have the type that is here.
+  So are NaN and infinities, by the outer bounds.
+  """
+  is_valid = lambda x: (
+    type(x) is float and low <= x <= high and above < x < below
+  )
+  bounds = (("> ", above), (">= ", low), ("< ", below), ("<= ", high))
+  words = [f"{sign}{x}" for sign, x in bounds if math.isfinite(x)]
+  return Rule(is_valid, " ".join(["a float", " and ".join(words)]).strip())
+
+
+def choice(*options: str) -> Rule:
+  """One of a few words."""
+  return Rule(lambda x: x in options, f"one of {options}")
+
+
+BOOL = Rule(lambda x: type(x) is bool, "True or False")
+TEXT = Rule(lambda x: type(x) is str, "a string")
+NAME = Rule(lambda x: type(x) is str and x != "", "a name")
+FILE = Rule(
+  lambda x: type(x) is str and (not x or os.path.isfile(x)),
+  "'' or a file that exists",
+)
+SIZES = Rule(
+  lambda x: (
+    type(x) is tuple
+    and all(type(n) is int and n >= 1 for n in x)
+    and 0 < len(x) == len(set(x))
+  ),
+  "a tuple of different integers >= 1, at least one",
+)
+STALENESS = Rule(
+  lambda x: type(x) is int and (x >= 1 or x == -1),
+  "an integer >= 1, or -1 (unbounded)",
+)
+# A section whose keys, but for those in `SCHEMA`, are left to whoever reads it.
+OPEN_SECTION = Rule(lambda x: True, "a section")
+
+MODEL = {  # policy; critic and reward model have the same trunk
+  "num_layers": integer(1),
+  "width": integer(1),
+  "num_heads": integer(1),
+  "num_kv_heads": integer(1),
+  "head_dim": integer(1),
+  "mlp_dim": integer(1),
+  "rope_theta": number(above=0.0),
+  "norm_eps": number(above=0.0),
+  "qkv_bias": BOOL,
+  "qk_norm": BOOL,
+  "tie_embeddings": BOOL,
+  "dtype": choice("float32", "bfloat16"),
+  "attention_block": integer(0),  # 0 = dense attention over the whole row
+  "remat": BOOL,
+}
+
+SCHEMA: dict[str, Rule] = {
+  "seed": integer(0),
+  "num_steps": integer(0),
+  "task_name": NAME,
+  "task": OPEN_SECTION,
+  "tokenizer.kind": choice("char", "byte", "bpe", "hf"),
+  "tokenizer.vocab_size": integer(0),  # "bpe" only
+  "tokenizer.path": TEXT,
+  "model_name": NAME,
+  **{f"model.{key}": rule for key, rule in MODEL.items()},
+  "critic.init": choice("reward", "random"),
+  "warm_start.sft": OPEN_SECTION,
+  "warm_start.sft.num_steps": integer(0),
+  "warm_start.reward_model": OPEN_SECTION,
+  "warm_start.reward_model.num_steps": integer(0),
+  "rollout.batch_size": integer(1),
+  "rollout.max_prompt_len": integer(1),
+  "rollout.max_response_len": integer(1),
+  "rollout.temperature": number(above=0.0),
+  "rollout.top_k": integer(0),  # 0 = all
+  "rollout.top_p": number(above=0.0, high=1.0),  # 1 = all
+  "rollout.long_prompts": choice("refuse", "skip", "truncate_left"),
+  "rollout.target_lengths_path": FILE,
+  "rollout.decode_loop": choice("auto", "while", "fori"),
+  "score.tile_rows": integer(1),
+  "score.tile_len": integer(1),
+  "score.logprob_chunk": integer(1),
+  "reward.model_weight": number(),
+  "reward.rule_weight": number(),
+  "overlap.intra": choice("none", "sequence", "chunk"),
+  "overlap.inter": choice("none", "resume", "restart"),
+  "overlap.max_staleness": STALENESS,
+  "overlap.policy_cache": choice("recompute", "keep"),
+  "overlap.critic_cache": choice("recompute", "keep"),
+  "overlap.chunk.kind": choice("fixed", "tuned", "replay"),
+  "overlap.chunk.size": integer(1),
+  "overlap.chunk.sizes": SIZES,
+  "overlap.chunk.period": integer(1),
+  "overlap.chunk.replay_path": FILE,  # decisions.jsonl
+  "overlap.delta.kind": choice(
+    "fixed", "paper", "paper_proportional", "robust", "replay"
+  ),
+  "overlap.delta.init": integer(0),
+  "overlap.delta.min": integer(0),
+  "overlap.delta.max": integer(0),
+  "overlap.delta.window": integer(1),
+  "overlap.delta.step": integer(1),
+  "overlap.delta.dead_band": number(0.0),  # standard errors
+  "algo_name": NAME,
+  "algo": OPEN_SECTION,  # the algorithm checks its own
+  "optim.policy_lr": number(0.0),
+  "optim.critic_lr": number(0.0),
+  "optim.schedule": choice("constant", "linear", "cosine"),
+  "optim.warmup_steps": integer(0),
+  "optim.clip_norm": number(0.0),  # 0 = off
+  "optim.b1": number(0.0, below=1.0),
+  "optim.b2": number(0.0, below=1.0),
+  "optim.eps": number(above=0.0),
+  "optim.weight_decay": number(0.0),
+  "optim.pack_width": integer(0),  # 0 = row_len
+  "optim.micro_rows": integer(1),
+  "eval.num_prompts": integer(0),
+  "eval.every": integer(0),
+  "log.rollouts_per_step": integer(0),
+  "log.tensorboard": BOOL,
+}
+
+ARMS = {  # name -> (intra, inter)
+  "serial": ("none", "none"),
+  "sequence": ("sequence", "none"),
+  "intra": ("chunk", "none"),
+  "inter": ("none", "resume"),
+  "restart": ("none", "restart"),
+  "oppo": ("chunk", "resume"),
+}
+
+
+def _tree() -> dict[str, Any]:
+  """`SCHEMA` by sections: section -> {key: rule or section}."""
+  tree: dict[str, Any] = {}
+  for key, rule in SCHEMA.items():
+    *sections, last = key.split(".")
+    node = tree
+    for section in sections:
+      node = node.setdefault(section, {})
+    if rule is OPEN_SECTION:
+      node.setdefault(last, {})
+    else:
+      node[last] = rule
+  return tree
+
+
+def _check_keys(config: Any, tree: dict[str, Any], prefix: str) -> None:
+  """Walks config and schema side by side."""
+  if SCHEMA.get(prefix[:-1]) is not OPEN_SECTION:
+    for name in config:
+      if name not in tree:
+        close = difflib.get_close_matches(name, tree, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"config.{prefix}{name}: unknown key{hint}")
+  for name, rule in tree.items():
+    key = prefix + name
+    if name not in config:
+      raise ValueError(f"config.{key}: missing")
+    value = config[name]
+    if isinstance(rule, Rule):
+      if not rule.is_valid(value):
+        raise ValueError(f"config.{key}={value!r}: must be {rule.expected}")
+    elif not isinstance(value, Mapping | ml_collections.ConfigDict):
+      raise ValueError(f"config.{key}={value!r}: must be a section")
+    else:
+      _check_keys(value, rule, f"{key}.")
+
+
+def _conflicts(c: ml_collections.ConfigDict) -> Iterator[tuple[bool, str, str]]:
+  """Rules over several keys: (is broken, key, what it must be)."""
+  heads, is_odd = c.model.num_heads, c.model.head_dim % 2 != 0
+  is_uneven = heads % c.model.num_kv_heads != 0
+  yield is_uneven, "model.num_kv_heads", f"a divisor of num_heads={heads}"
+  yield is_odd, "model.head_dim", "even: rotary embeddings turn pairs"
+  batch_size, sizes = c.rollout.batch_size, c.overlap.chunk.sizes
+  delta, chunk = c.overlap.delta, c.overlap.chunk
+  bounds = f"[{delta.min}, {delta.max}]"
+  is_inside = delta.min <= delta.init <= delta.max
+  yield delta.max < delta.min, "overlap.delta.max", f">= min={delta.min}"
+  yield not is_inside, "overlap.delta.init", f"in [min, max] = {bounds}"
+  yield (
+    c.overlap.max_staleness > 0 and delta.max > batch_size,
+    "overlap.delta.max",
+    f"<= rollout.batch_size={batch_size} while max_staleness is bounded: one "
+    "batch must be able to hold every row that may not be deferred again",
+  )
+  too_short = delta.kind == "robust" and delta.window < 2
+  yield too_short, "overlap.delta.window", ">= 2 for kind='robust'"
+  too_short = chunk.kind == "tuned" and chunk.period <= len(sizes)
+  yield too_short, "overlap.chunk.period", f"> {len(sizes)}, the trials"
+  no_log = "replay" in (chunk.kind, delta.kind) and not chunk.replay_path
+  yield no_log, "overlap.chunk.replay_path", "a file for kind='replay'"
+  too_narrow = 0 < c.optim.pack_width < row_len(c)
+  yield too_narrow, "optim.pack_width", f"0 or >= {row_len(c)}, the longest row"
+  num = c.algo.get("num_minibatches", 1)
+  yield (
+    type(num) is not int or num < 1 or batch_size % num != 0,
+    "algo.num_minibatches",
+    f"a divisor of rollout.batch_size={batch_size}",
+  )
+
+
+def validate(config: ml_collections.ConfigDict) -> None:
+  """Checks keys, types, ranges, and what the values say together.
+
+  Raises:
+    ValueError: one line that names the key, its value, and what is allowed.
+  """
+  _check_keys(config, _tree(), "")
+  for is_broken, key, expected in _conflicts(config):
+    if is_broken:
+      value = config
+      for name in key.split("."):
+        value = value[name]
+      raise ValueError(f"config.{key}={value!r}: must be {expected}")
+
+
+def num_slots(config: ml_collections.ConfigDict) -> int:
+  """S: room for B + max delta rows, a multiple of 8; the same in all arms.
+
+  Another number of slots moves log-probs in the last bit, so arms that are to
+  be compared bit for bit must share it.
+  """
+  return -(-(config.rollout.batch_size + config.overlap.delta.max) // 8) * 8
+
+
+def row_len(config: ml_collections.ConfigDict) -> int:
+  """L = P + R: columns of a row."""
+  return config.rollout.max_prompt_len + config.rollout.max_response_len
+
+
+def arm_overrides(arm: str) -> dict[str, str]:
+  """The two choices that make an arm, for `update_from_flattened_dict`."""
+  if arm not in ARMS:
+    raise ValueError(f"arm={arm!r}: must be one of {tuple(ARMS)}")
+  intra, inter = ARMS[arm]
+  return {"overlap.intra": intra, "overlap.inter": inter}
+
+
+def arm_name(intra: str, inter: str) -> str:
+  """The arm these two choices make; "intra+inter" if it has no name."""
+  names = {choices: arm for arm, choices in ARMS.items()}
+  return names.get((intra, inter), f"{intra}+{inter}")
+
+
+def parse_arg(arg: str | None, **defaults: Any) -> SimpleNamespace:
+  """Reads what follows the colon of `--config=configs/x.py:oppo,delta=2`.
+
+  Args:
+    arg: comma-separated `key=value` pairs; one bare word is the value of the
+      key `word`. None or "" = all defaults.
+    **defaults: the keys that are known. A value is read as the type of its
+      default: bool ("true", "false"), int, float or str.
+
+  Raises:
+    ValueError: unknown key or unreadable value; names it.
+
+  Example:
+    parse_arg("oppo,delta=2", word="serial", delta=0, x=0.5)
+    -> word "oppo", delta 2, x 0.5
+  """
+  values = dict(defaults)
+  for part in arg.split(",") if arg else ():
+    key, is_pair, text = part.partition("=")
+    if not is_pair:
+      key, text = "word", part
+    if key not in defaults:
+      what = repr(key) if is_pair else f"word {part!r}"
+      raise ValueError(
+        f"config argument {arg!r}: unknown {what}, not in {sorted(defaults)}"
+      )
+    kind = type(defaults[key])
+    bools = {"true": True, "false": False}
+    try:
+      values[key] = bools[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+      raise ValueError(
+        f"config argument {arg!r}: {key}={text!r} is not of type "
+        f"{kind.__name__}"
+      ) from None
+  return SimpleNamespace(**values)

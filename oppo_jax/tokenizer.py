@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text to token ids and back: one small class over Hugging Face tokenizers.
+
+  char   the characters of a corpus, one id each    tiny tasks
+  byte   UTF-8 bytes, one id each                   any text, no training
+  bpe    byte-level BPE trained on a corpus         any text, shorter rows
+  hf     the tokenizer in a folder                  pretrained models
+
+The first three give ids 0, 1, 2 to padding, BOS and EOS, and never read those
+out of text: a prompt that spells "<eos>" is just characters. What `save` writes
+is a folder that `AutoTokenizer` opens too.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+SPECIAL = ("<pad>", "<bos>", "<eos>")
+_EXTRAS = "generation_config.json"  # Where Hugging Face lists several EOS ids.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+  """Encodes and decodes; knows the ids of the special tokens.
+
+  Attributes:
+    hf: the Hugging Face tokenizer.
+    vocab_size: one more than the largest id.
+    pad_id: may equal an EOS id; masks never come from it.
+    bos_id: None where the vocabulary has none.
+    eos_ids: ids that end a response; the first is the one written in targets.
+    alphabet: characters that a "char" tokenizer knows; None = any text.
+  """
+
+  hf: Any
+  vocab_size: int
+  pad_id: int
+  bos_id: int | None
+  eos_ids: tuple[int, ...]
+  alphabet: frozenset[str] | None
+
+  @property
+  def eos_id(self) -> int:
+    return self.eos_ids[0]
+
+  def encode(self, text: str) -> list[int]:
+    """Token ids of the text alone; no BOS, no EOS.
+
+    Raises:
+      ValueError: a character that a "char" tokenizer does not know.
+    """
+    if self.alphabet is not None and not self.alphabet.issuperset(text):
+      char = next(c for c in text if c not in self.alphabet)
+      raise ValueError(
+        f"character {char!r} is not in the tokenizer's vocabulary; text:"
+        f" {text!r}"
+      )
+    return self.hf.encode(text, add_special_tokens=False)
+
+  def decode(self, ids: Sequence[int]) -> str:
+    """The text of the ids, special tokens left out."""
+    return self.hf.decode(
+      [int(i) for i in ids],
+      skip_special_tokens=True,
+      clean_up_tokenization_spaces=False,
+    )
+
+  def save(self, folder: str | os.PathLike) -> None:
+    """Writes the files that `load` reads."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    self.hf.save_pretrained(folder)
+    extras = json.dumps({"eos_token_id": list(self.eos_ids)})
+    (folder / _EXTRAS).write_text(extras + "\n")
+
+
+def make(
+  kind: str, *, corpus: Iterable[str] = (), vocab_size: int = 0, path: str = ""
+) -> Tokenizer:
+  """A tokenizer of one of the kinds above.
+
+  Args:
+    kind: "char", "byte", "bpe" or "hf".
+    corpus: texts to learn from ("char", "bpe"); the same texts give the same
+      ids.
+    vocab_size: number of ids a "bpe" tokenizer may use, special ones included.
+    path: folder of an "hf" tokenizer.
+
+  Raises:
+    ValueError: no such kind, or something it needs is missing.
+  """
+  if kind == "char":
+    return _char(corpus)
+  if kind == "byte":
+    return _byte()
+  if kind == "bpe":
+    return _bpe(corpus, vocab_size)
+  if kind == "hf":
+    return load(path)
+  raise ValueError(f"tokenizer kind={kind!r}: not one of bpe, byte, char, hf")
+
+
+def load(folder: str | os.PathLike) -> Tokenizer:
+  """Opens a folder written by `save`, or any Hugging Face tokenizer.
+
+  Raises:
+    FileNotFoundError: no such folder; nothing is looked up on a network.
+    ValueError: it has no EOS.
+  """
+  if not os.path.isdir(os.path.expanduser(folder)):
+    raise FileNotFoundError(f"tokenizer: path={str(folder)!r} is not a folder")
+  folder = pathlib.Path(folder).expanduser()
+  _, transformers = _libraries()
+  hf = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+  eos_ids = [] if hf.eos_token_id is None else [hf.eos_token_id]
+  extras = folder / _EXTRAS
+  if extras.is_file():
+    listed = json.loads(extras.read_text()).get("eos_token_id") or []
+    eos_ids += listed if isinstance(listed, list) else [listed]
+  if not eos_ids:
+    raise ValueError(f"tokenizer: {str(folder)!r} has no EOS token")
+  return _wrap(hf, eos_ids)
+
+
+def _char(corpus: Iterable[str]) -> Tokenizer:
+  tokenizers, _ = _libraries()
+  chars = sorted(set().union(*corpus))
+  if not chars:
+    raise ValueError("tokenizer kind='char': the corpus is empty")
+  vocab = {t: i for i, t in enumerate((*SPECIAL, *chars))}
+  tok = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab))
+  tok.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+    tokenizers.Regex(r"[\s\S]"), behavior="isolated"
+  )
+  tok.decoder = tokenizers.decoders.Fuse()
+  return _finish(tok)
+
+
+def _byte() -> Tokenizer:
+  tokenizers, _ = _libraries()
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  vocab = {t: i for i, t in enumerate((*SPECIAL, *alphabet))}
+  tok = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges=[]))
+  tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+    add_prefix_space=False, use_regex=False
+  )
+  tok.decoder = tokenizers.decoders.ByteLevel()
+  return _finish(tok)
+
+
+def _bpe(corpus: Iterable[str], vocab_size: int) -> Tokenizer:
+  tokenizers, _ = _libraries()
+  alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+  smallest = len(SPECIAL) + len(alphabet)
+  if vocab_size < smallest:
+    raise ValueError(
+      f"tokenizer kind='bpe': vocab_size={vocab_size} < {smallest} (all bytes"
+      " and the special tokens)"
+    )
+  tok = tokenizers.Tokenizer(tokenizers.models.BPE())
+  tok.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+    [
+      tokenizers.pre_tokenizers.Digits(individual_digits=True),
+      tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
+  )
+  tok.decoder = tokenizers.decoders.ByteLevel()
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    show_progress=False,
+    special_tokens=list(SPECIAL),
+    initial_alphabet=alphabet,
+  )
+  tok.train_from_iterator(corpus, trainer)
+  return _finish(tok)
+
+
+def _finish(tok) -> Tokenizer:
+  """Wraps one of our own: special tokens are never found in text."""
+  _, transformers = _libraries()
+  pad, bos, eos = SPECIAL
+  hf = transformers.PreTrainedTokenizerFast(
+    tokenizer_object=tok,
+    pad_token=pad,
+    bos_token=bos,
+    eos_token=eos,
+    split_special_tokens=True,
+    clean_up_tokenization_spaces=False,
+  )
+  return _wrap(hf, [hf.eos_token_id])
+
+
+def _wrap(hf, eos_ids: Sequence[int]) -> Tokenizer:
+  tokenizers, _ = _libraries()
+  vocab = hf.get_vocab()
+  model = getattr(getattr(hf, "backend_tokenizer", None), "model", None)
+  # A "char" one has nothing to write for an unknown character.
+  is_word_level = isinstance(model, tokenizers.models.WordLevel)
+  is_char = is_word_level and model.unk_token not in vocab
+  return Tokenizer(
+    hf=hf,
+    vocab_size=max(vocab.values()) + 1,
+    pad_id=eos_ids[0] if hf.pad_token_id is None else hf.pad_token_id,
+    bos_id=hf.bos_token_id,
+    eos_ids=tuple(dict.fromkeys(int(i) for i in eos_ids)),
+    alphabet=frozenset(t for t in vocab if len(t) == 1) if is_char else None,
+  )
+
+
+def _libraries():
+  """Imported on first use: they take half a second."""
+  # Without torch, transformers says so on import; nothing here needs it.
+  os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+  # A fork after a parallel encode would warn; texts here are short.
+  os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+  import tokenizers
+  import transformers
+
+  return tokenizers, transformers

@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where PPO starts from: policy, reward model and critic, stage by stage.
+
+  random --SFT on worked solutions--> policy --+--> reference (a frozen copy)
+                                               |
+            its own samples, graded by the task: pairs (right, wrong)
+                                               |
+  policy trunk + new head --Bradley-Terry--> reward model --> critic
+
+Each stage is kept in the workdir under a name that holds a hash of everything
+it depends on, so a second run with the same settings goes straight to PPO.
+"""
+
+import functools
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+
+from oppo_jax import (
+  checkpoint,
+  evaluate,
+  metrics,
+  overlap,
+  stream,
+  supervised,
+  tokenizer,
+  types,
+)
+from oppo_jax.models import base as models_base
+from oppo_jax.tasks import base as tasks_base
+
+Log = Callable[[str], None]
+
+HELD_OUT = 8  # one prompt in this many is kept from the reward model
+
+
+class Parts(NamedTuple):
+  """What the stages work with.
+
+  Attributes:
+    task: prompts and the rule that grades.
+    tokens: tokenizer.
+    prompts: training prompts.
+    policy: model with the "lm" head.
+    scalar: model with the "scalar" head.
+    sampler: `evaluate.make_fns` at the training temperature.
+  """
+
+  task: tasks_base.Task
+  tokens: tokenizer.Tokenizer
+  prompts: stream.Prompts
+  policy: models_base.Model
+  scalar: models_base.Model
+  sampler: overlap.Fns
+
+
+def run(
+  config: ml_collections.ConfigDict,
+  parts: Parts,
+  *,
+  workdir: pathlib.Path,
+  log: Log,
+) -> dict[str, types.Params]:
+  """Parameters of "policy", "reward" and "critic", float32.
+
+  Args:
+    config: validated.
+    parts: what to work with.
+    workdir: stages are cached in its folder `stages`.
+    log: takes one line of text.
+  """
+  key = jax.random.key(config.seed)
+  fresh = {
+    "policy": parts.policy.init(jax.random.fold_in(key, 0)),
+    "scalar": parts.scalar.init(jax.random.fold_in(key, 1)),
+  }
+  cached = functools.partial(_cached, config, workdir=workdir, log=log)
+  sft = config.warm_start.sft
+  policy = fresh["policy"]
+  if sft.num_steps:
+    policy = cached(
+      "sft", policy, lambda: fit_policy(config, parts, policy, log=log)
+    )
+  # The reward model starts from the trunk of the policy, with its own head.
+  trunk = {**policy, **{"out": fresh["scalar"]["out"]}}
+  reward = trunk if sft.num_steps else fresh["scalar"]
+  if config.warm_start.reward_model.num_steps:
+    start = reward
+    reward = cached(
+      "reward_model",
+      reward,
+      lambda: fit_reward_model(config, parts, policy, start, log=log),
+    )
+  is_random = config.critic.init == "random"
+  critic = (
+    parts.scalar.init(jax.random.fold_in(key, 2)) if is_random else reward
+  )
+  return {"policy": policy, "reward": reward, "critic": critic}
+
+
+def _cached(
+  config: ml_collections.ConfigDict,
+  name: str,
+  like: types.Params,
+  make: Callable[[], types.Params],
+  *,
+  workdir: pathlib.Path,
+  log: Log,
+) -> types.Params:
+  """Loads the stage if it was made with these settings, else makes it."""
+  parts = ("seed", "task_name", "task", "tokenizer", "model_name", "model")
+  parts += ("warm_start", "rollout")
+  depends_on = {k: config[k] for k in parts}
+  text = json.dumps(
+    json.loads(ml_collections.ConfigDict(depends_on).to_json_best_effort()),
+    sort_keys=True,
+  )
+  digest = hashlib.sha256(text.encode()).hexdigest()[:12]
+  folder = workdir / "stages" / f"{name}-{digest}"
+  path = folder / "params.safetensors"
+  if path.exists():
+    log(f"{name}: cached in {folder}")
+    return checkpoint.load_params(path, like)
+  params = make()
+  with checkpoint.stage(folder) as temporary:
+    checkpoint.save_params(temporary / path.name, params)
+  return params
+
+
+def _fit_config(section: ml_collections.ConfigDict) -> supervised.FitConfig:
+  fields = supervised.FitConfig.__dataclass_fields__
+  return supervised.FitConfig(**{k: section[k] for k in fields})
+
+
+def _text(parts: Parts, i: int, response: Sequence[int]) -> supervised.Text:
+  prompt = parts.prompts.tokens[i]
+  return supervised.Text(
+    np.concatenate([prompt, np.asarray(response, np.int32)]), len(prompt)
+  )
+
+
+def _printer(log: Log, stage: str) -> Callable[[int, dict[str, float]], None]:
+  def write(step: int, seen: dict[str, float]) -> None:
+    numbers = "  ".join(f"{k} {v:.4f}" for k, v in seen.items())
+    log(f"{stage} step {step:5d}  {numbers}")
+
+  return write
+
+
+def fit_policy(
+  config: ml_collections.ConfigDict,
+  parts: Parts,
+  params: types.Params,
+  *,
+  log: Log,
+) -> types.Params:
+  """Supervised learning on the task's worked solutions.
+
+  Raises:
+    ValueError: the task has none.
+  """
+  section = config.warm_start.sft
+  examples = parts.task.prompts("train")
+  limit = config.rollout.max_response_len
+  items = []
+  for i, row in enumerate(parts.prompts.rows):
+    solution = parts.tokens.encode(examples[row].solution)
+    response = [*solution, parts.tokens.eos_id]
+    if solution and len(response) <= limit:
+      items.append((_text(parts, i, response),))
+  if not items:
+    raise ValueError(
+      f"warm_start.sft: task {parts.task.name!r} has no worked solution of at"
+      f" most {limit} tokens"
+    )
+  loss = functools.partial(
+    supervised.language_model_loss,
+    model=parts.policy,
+    logprob_chunk=config.score.logprob_chunk,
+  )
+  return supervised.fit(
+    params,
+    loss,
+    items,
+    _fit_config(section),
+    seed=(config.seed, 0),
+    log=_printer(log, "sft"),
+  )
+
+
+def make_pairs(
+  config: ml_collections.ConfigDict, parts: Parts, policy: types.Params
+) -> list[list[tuple[supervised.Text, supervised.Text]]]:
+  """Per prompt, pairs (right, wrong) among the policy's own samples.
+
+  The task's rule tells right from wrong. A prompt with wrong samples only gets
+  its worked solution as the right one; with right samples only, a corrupted
+  solution as the wrong one, if the task makes such.
+  """
+  section = config.warm_start.reward_model
+  examples = parts.task.prompts("train")
+  num = min(section.num_prompts, len(parts.prompts.tokens))
+  copies = [i for i in range(num) for _ in range(section.num_samples)]
+  responses = evaluate.generate(
+    parts.sampler,
+    policy,
+    [parts.prompts.tokens[i] for i in copies],
+    run_key=jax.random.fold_in(jax.random.key(config.seed), 3),
+  )
+  rng = np.random.default_rng((config.seed, 1))
+  eos = [parts.tokens.eos_id]
+  encode = lambda text: [*parts.tokens.encode(text), *eos]
+  fits = lambda response: len(response) <= config.rollout.max_response_len
+  pairs = []
+  for i in range(num):
+    example = examples[parts.prompts.rows[i]]
+    mine = range(i * section.num_samples, (i + 1) * section.num_samples)
+    sides: dict[bool, list] = {True: [], False: []}
+    for j in mine:
+      is_right = (
+        parts.task.reward(example, parts.tokens.decode(responses[j])) >= 1
+      )
+      if responses[j].tolist() not in sides[is_right]:
+        sides[is_right].append(responses[j].tolist())
+    if not sides[True] and example.solution:
+      sides[True].append(encode(example.solution))
+    if not sides[False] and parts.task.corrupt is not None:
+      sides[False].append(encode(parts.task.corrupt(example, rng)))
+    pairs.append(
+      [
+        (_text(parts, i, right), _text(parts, i, wrong))
+        for right in sides[True]
+        for wrong in sides[False]
+        if fits(right) and fits(wrong)
+      ]
+    )
+  return pairs
+
+
+def fit_reward_model(
+  config: ml_collections.ConfigDict,
+  parts: Parts,
+  policy: types.Params,
+  params: types.Params,
+  *,
+  log: Log,
+) -> types.Params:
+  """Preference learning on `make_pairs`; says how held-out prompts fare.
+
+  Raises:
+    ValueError: there is no pair to learn from.
+  """
+  section = config.warm_start.reward_model
+  by_prompt = make_pairs(config, parts, policy)
+  held_out = [
+    p for i, g in enumerate(by_prompt) for p in g if i % HELD_OUT == 0
+  ]
+  items = [p for i, g in enumerate(by_prompt) for p in g if i % HELD_OUT]
+  if not items:
+    raise ValueError(
+      "warm_start.reward_model: all samples of every prompt got the same grade"
+    )
+  log(f"reward_model: {len(items)} pairs, {len(held_out)} held out")
+  fit = _fit_config(section)
+  reward = supervised.fit(
+    params,
+    functools.partial(supervised.preference_loss, model=parts.scalar),
+    items,
+    fit,
+    seed=(config.seed, 2),
+    log=_printer(log, "reward_model"),
+  )
+  if held_out:
+    right, seen = pair_accuracy(parts.scalar, reward, held_out, fit)
+    log(f"reward_model: {right / seen:.1%} of {seen} held-out pairs right")
+  return reward
+
+
+def pair_accuracy(
+  model: models_base.Model,
+  params: types.Params,
+  pairs: Sequence[tuple[supervised.Text, supervised.Text]],
+  fit: supervised.FitConfig,
+) -> tuple[int, int]:
+  """How many pairs the reward model orders rightly, and how many it saw."""
+  scores_of = jax.jit(functools.partial(supervised.pair_scores, model=model))
+  right = seen = 0
+  waiting = iter(pairs)
+  per_batch = fit.rows // 2  # two full rows a pair at worst: all fit
+  while chunk := [p for _, p in zip(range(per_batch), waiting)]:
+    batch = supervised.pack(
+      iter(chunk), rows=fit.rows, width=fit.width, num_items=per_batch
+    )
+    scores = metrics.fetch(scores_of(params, batch))[: len(chunk)]
+    right += int((scores[:, 0] > scores[:, 1]).sum())
+    seen += len(chunk)
+  return right, seen
