@@ -13,13 +13,13 @@ KNOBS = dict(difficulty=2, max_ops=12, num_train=600, num_test=100, seed=0)
 
 
 @pytest.fixture(scope="module")
-def data_dir(tmp_path_factory):
+def cache_dir(tmp_path_factory):
   return tmp_path_factory.mktemp("data")
 
 
 @pytest.fixture(scope="module")
-def task(data_dir):
-  return tasks.make("arithmetic", cache_dir=data_dir, **KNOBS)
+def task(cache_dir):
+  return tasks.make("arithmetic", cache_dir=cache_dir, **KNOBS)
 
 
 def draw(difficulty, n=1500, split="train", max_ops=12, seed=0):
@@ -49,18 +49,27 @@ def test_rows_on_disk_are_the_problems(task):
   assert task.prompts("test") == draw(2, 100, split="test")
 
 
-def test_a_problem_does_not_depend_on_how_many_there_are(data_dir, task):
+def test_a_problem_does_not_depend_on_how_many_there_are(cache_dir, task):
   knobs = KNOBS | dict(num_train=50)
-  small = tasks.make("arithmetic", cache_dir=data_dir, **knobs)
+  small = tasks.make("arithmetic", cache_dir=cache_dir, **knobs)
   assert small.prompts("train") == task.prompts("train")[:50]
 
 
-def test_changed_knobs_are_another_data_set(data_dir, task):
+def test_changed_knobs_are_another_data_set(cache_dir, task):
   for change in (dict(seed=1), dict(difficulty=3), dict(max_ops=4)):
     knobs = KNOBS | change
-    other = tasks.make("arithmetic", cache_dir=data_dir, **knobs)
+    other = tasks.make("arithmetic", cache_dir=cache_dir, **knobs)
     assert other.prompts("train") != task.prompts("train")
     assert len(other.prompts("test")) == 100
+
+
+def test_an_edited_generator_is_another_data_set(tmp_path, monkeypatch):
+  knobs = KNOBS | dict(num_train=2, num_test=2)
+  for source in ("", "edited", "edited"):
+    if source:
+      monkeypatch.setattr(arithmetic.inspect, "getsource", lambda _: "edited")
+    tasks.make("arithmetic", cache_dir=tmp_path, **knobs).prompts("train")
+  assert len(list(tmp_path.glob("arithmetic-*"))) == 2
 
 
 @pytest.mark.parametrize("difficulty", [1, 2, 3, 4, 5])
@@ -188,9 +197,9 @@ def test_corpus_is_training_text(task):
     (dict(max_opps=3), "max_opps"),
   ],
 )
-def test_a_bad_knob_is_named(data_dir, change, message):
+def test_a_bad_knob_is_named(cache_dir, change, message):
   with pytest.raises(ValueError, match=message):
-    tasks.make("arithmetic", cache_dir=data_dir, **(KNOBS | change))
+    tasks.make("arithmetic", cache_dir=cache_dir, **(KNOBS | change))
 
 
 def test_a_bad_task_or_split_is_named(task):

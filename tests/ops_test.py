@@ -112,7 +112,7 @@ def tokens():
   return hidden, head, targets
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 5, 10, 64])
+@pytest.mark.parametrize("chunk", [3, 5, 64])
 def test_chunked_logprobs_equal_those_of_all_logits(tokens, chunk):
   kwargs = dict(temperature=0.7, top_k=5, top_p=0.9)
 
