@@ -15,6 +15,7 @@ from oppo_jax import (
   algos,
   decode,
   evaluate,
+  flight,
   models,
   overlap,
   score,
@@ -45,9 +46,9 @@ class Setup(NamedTuple):
   parts: warm_start.Parts
   examples: Sequence[tasks_base.Example]
   algorithm: algos_base.Algorithm
-  fns: overlap.Fns
-  greedy: overlap.Fns
-  prompt_of: Callable[[int], overlap.Prompt]
+  fns: flight.Fns
+  greedy: flight.Fns
+  prompt_of: Callable[[int], flight.Prompt]
   row_of: Callable[[int], int]
   max_response_len: int
 
@@ -133,7 +134,7 @@ def setup(
     "policy": policy,
   }
   fns = overlap.make_fns(
-    sizes=overlap.Sizes(
+    sizes=flight.Sizes(
       num_slots=config_lib.num_slots(config),
       batch_size=r.batch_size,
       group_size=algorithm.group_size,
@@ -176,11 +177,11 @@ def setup(
       " the start). This is a benchmark, not training."
     )
 
-  def prompt_of(uid: int) -> overlap.Prompt:
+  def prompt_of(uid: int) -> flight.Prompt:
     forced = 0
     if target_lengths is not None:
       forced = int(target_lengths[uid % len(target_lengths)])
-    return overlap.Prompt(prompts.tokens[uids.index(uid)], forced)
+    return flight.Prompt(prompts.tokens[uids.index(uid)], forced)
 
   parts = warm_start.Parts(task, tokens, prompts, policy, scalar, sampler)
   return Setup(

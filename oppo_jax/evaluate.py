@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from oppo_jax import decode, metrics, overlap, score, tokenizer, types
+from oppo_jax import decode, flight, metrics, overlap, score, tokenizer, types
 from oppo_jax.models import base as models_base
 from oppo_jax.tasks import base as tasks_base
 
@@ -38,10 +38,10 @@ def make_fns(
   max_prompt_len: int,
   tile: score.Tile,
   decode_loop: str,
-) -> overlap.Fns:
+) -> flight.Fns:
   """The loop's functions for generation alone."""
   return overlap.make_fns(
-    sizes=overlap.Sizes(
+    sizes=flight.Sizes(
       num_slots=num_slots,
       batch_size=num_slots // 2,
       group_size=1,
@@ -62,7 +62,7 @@ def make_fns(
 
 
 def generate(
-  fns: overlap.Fns,
+  fns: flight.Fns,
   params: types.Params,
   prompts: Sequence[np.ndarray],
   *,
@@ -80,17 +80,15 @@ def generate(
     run_key: key of the sampling.
   """
   # Rows that fill up the last harvest end with their first token.
-  filler = overlap.Prompt(np.asarray(prompts[0]), 1)
+  filler = flight.Prompt(np.asarray(prompts[0]), 1)
   prompt_of = lambda uid: (
-    overlap.Prompt(np.asarray(prompts[uid]), 0)
-    if uid < len(prompts)
-    else filler
+    flight.Prompt(np.asarray(prompts[uid]), 0) if uid < len(prompts) else filler
   )
   params = {"policy": fns.cast(params)}
-  state = overlap.init(fns)
+  state = flight.init(fns)
   responses: dict[int, np.ndarray] = {}
   while len(responses) < len(prompts):
-    state = overlap.admit(
+    state = flight.admit(
       fns,
       state,
       num_in_flight=fns.sizes.num_slots,

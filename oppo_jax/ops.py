@@ -15,15 +15,15 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Real
+from jaxtyping import Array, Bool, Float, Int, Real, Shaped
 
 MASKED_LOGIT = -1e9  # finite: probability 0, but no NaN in 0 * logit
 KL_ESTIMATORS = ("k1", "k2", "k3")
 WHITENINGS = ("unbiased", "population")
 
 
-def at_least_float32(x: Real[Array, "*b"]) -> Float[Array, "*b"]:
-  """Casts integers and half precision to float32; leaves float64 alone."""
+def at_least_float32(x: Shaped[Array, "*b"]) -> Float[Array, "*b"]:
+  """Casts bools, integers and half precision to float32; leaves float64."""
   return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
 
@@ -94,10 +94,10 @@ def logprobs_from_logits(
 
 
 def entropy_from_logits(logits: Float[Array, "*b V"]) -> Float[Array, "*b"]:
-  """Entropy (nats): log-sum-exp minus the mean logit under the softmax."""
+  """Entropy (nats) of the softmax: minus the mean log-prob."""
   logits = at_least_float32(logits)
-  mean_logit = jnp.sum(jax.nn.softmax(logits, axis=-1) * logits, axis=-1)
-  return jax.nn.logsumexp(logits, axis=-1) - mean_logit
+  logprobs = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+  return -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
 
 def token_logprobs(
@@ -203,12 +203,17 @@ def kl(
   return result
 
 
+def count(mask: Bool[Array, "*b"]) -> Float[Array, ""]:
+  """Number of entries in the mask, float32, at least 1: safe to divide by."""
+  return jnp.maximum(jnp.sum(mask, dtype=jnp.int32), 1).astype(jnp.float32)
+
+
 def masked_mean(
   x: Real[Array, "*b"], mask: Bool[Array, "*b"]
 ) -> Float[Array, ""]:
   """Mean over all entries in the mask; 0 if there are none."""
   x = jnp.where(mask, at_least_float32(x), 0)
-  return jnp.sum(x) / jnp.maximum(_count(mask, x.dtype), 1)
+  return jnp.sum(x) / count(mask).astype(x.dtype)
 
 
 def masked_var(
@@ -223,8 +228,8 @@ def masked_var(
   var = masked_mean(jnp.square(centered), mask)
   if not unbiased:
     return var
-  count = _count(mask, jnp.float32)
-  correction = count / jnp.maximum(count - 1, 1)
+  n = count(mask)
+  correction = n / jnp.maximum(n - 1, 1)
   return var * correction.astype(var.dtype)
 
 
@@ -319,7 +324,3 @@ def explained_variance(
   residual = at_least_float32(returns) - at_least_float32(values)
   unexplained = masked_var(residual, mask, unbiased=False)
   return jnp.where(var > 0, 1 - unexplained / jnp.where(var > 0, var, 1), 0)
-
-
-def _count(mask: Bool[Array, "*b"], dtype: jnp.dtype) -> Float[Array, ""]:
-  return jnp.sum(mask, dtype=jnp.int32).astype(dtype)

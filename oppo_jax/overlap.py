@@ -17,62 +17,15 @@ computed. The host only enqueues; it waits in `metrics.fetch` alone.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from oppo_jax import decode, metrics, score, slots, types
+from oppo_jax import decode, flight, metrics, score, slots, tiling, types
 from oppo_jax.algos import base as algos_base
+from oppo_jax.flight import Fns, OverlapState, Sizes
 from oppo_jax.models import base as models_base
-
-POLICY_CACHE = "policy_cache"  # its frontier: prompt tiles, not scores
-
-
-class Sizes(NamedTuple):
-  """Static sizes and rules of the loop.
-
-  Attributes:
-    num_slots: S.
-    batch_size: B.
-    group_size: G, responses of one prompt that leave together.
-    max_prompt_len: P.
-    row_len: L = P + R.
-    max_staleness: updates a row may be deferred, negative = unbounded.
-    tile: R and T of the scorers.
-    decode_loop: "while" or "fori", see `decode.decode_chunk`.
-    restarts: unfinished rows start again from their prompt at an update.
-    keep_policy_cache: a deferred row's policy cache survives the update.
-    keep_critic_cache: a deferred row's values survive the update.
-  """
-
-  num_slots: int
-  batch_size: int
-  group_size: int
-  max_prompt_len: int
-  row_len: int
-  max_staleness: int
-  tile: score.Tile
-  decode_loop: str
-  restarts: bool
-  keep_policy_cache: bool
-  keep_critic_cache: bool
-
-
-class Fns(NamedTuple):
-  """The jitted functions, and the sizes they were made for."""
-
-  init: Callable
-  admit: Callable
-  prefill: Callable
-  decode_chunk: Callable
-  append: dict[str, Callable]
-  harvest: Callable
-  update: Callable
-  cast: Callable
-  sizes: Sizes
 
 
 def make_fns(
@@ -171,39 +124,6 @@ def make_fns(
   )
 
 
-@dataclasses.dataclass(frozen=True)
-class OverlapState:
-  """Everything in flight between two steps. The host's part is small and plain.
-
-  Attributes:
-    slots: the buffer.
-    cache: policy cache.
-    scorers: by name.
-    uid: host's copy of `slots.uid`.
-    prompt_len: host's copy of `slots.prompt_len`.
-    length: host's copy of `slots.length`.
-    done: host's copy of `slots.done`.
-    tick: host's copy of `slots.tick`.
-    frontier: by scorer (and `POLICY_CACHE`): tiles of each row already run.
-    next_uid: uid of the next prompt to be admitted.
-  """
-
-  slots: types.Slots
-  cache: types.KVCache
-  scorers: dict[str, types.ScorerState]
-  uid: np.ndarray  # [S] int32
-  prompt_len: np.ndarray  # [S] int32
-  length: np.ndarray  # [S] int32
-  done: np.ndarray  # [S] bool
-  tick: int
-  frontier: dict[str, np.ndarray]  # name -> [S] int32
-  next_uid: int
-
-  @property
-  def in_flight(self) -> np.ndarray:  # [S] bool
-    return self.uid != types.Slots.FREE
-
-
 class Rollout(NamedTuple):
   """What one rollout did, beside its batch.
 
@@ -224,134 +144,6 @@ class Rollout(NamedTuple):
   row_len: np.ndarray
 
 
-class Prompt(NamedTuple):
-  """A prompt as the loop needs it.
-
-  Attributes:
-    tokens: token ids, at least one.
-    target_len: response length at which EOS is forced; 0 = none.
-  """
-
-  tokens: np.ndarray
-  target_len: int
-
-
-def init(fns: Fns) -> OverlapState:
-  """Nothing in flight."""
-  buffer, cache, scorers = fns.init()
-  num = fns.sizes.num_slots
-  return OverlapState(
-    slots=buffer,
-    cache=cache,
-    scorers=scorers,
-    uid=np.full(num, types.Slots.FREE, np.int32),
-    prompt_len=np.zeros(num, np.int32),
-    length=np.zeros(num, np.int32),
-    done=np.zeros(num, bool),
-    tick=0,
-    frontier={
-      name: np.zeros(num, np.int32) for name in (*scorers, POLICY_CACHE)
-    },
-    next_uid=0,
-  )
-
-
-def admit(
-  fns: Fns,
-  state: OverlapState,
-  *,
-  num_in_flight: int,
-  prompt_of: Callable[[int], Prompt],
-  version: int,
-  slot_order: np.ndarray | None = None,
-) -> OverlapState:
-  """Fills free slots until `num_in_flight` rows (whole groups) are in flight.
-
-  Args:
-    fns: jitted functions.
-    state: in flight now.
-    num_in_flight: B + delta.
-    prompt_of: the prompt of a uid.
-    version: policy version now.
-    slot_order: order in which free slots are taken (ascending if None); it
-      changes no result, and tests use it to show that.
-  """
-  s = fns.sizes
-  missing = num_in_flight - int(state.in_flight.sum())
-  missing -= missing % s.group_size
-  order = np.arange(s.num_slots) if slot_order is None else slot_order
-  free = [i for i in order if not state.in_flight[i]][: max(missing, 0)]
-  if not free:
-    return state
-  new_uid = np.full(s.num_slots, types.Slots.FREE, np.int32)
-  tokens = np.zeros((s.num_slots, s.max_prompt_len), np.int32)
-  prompt_len, target_len = np.zeros((2, s.num_slots), np.int32)
-  for uid, slot in enumerate(free, start=state.next_uid):
-    prompt = prompt_of(uid)
-    new_uid[slot], target_len[slot] = uid, prompt.target_len
-    prompt_len[slot] = len(prompt.tokens)
-    tokens[slot, : len(prompt.tokens)] = prompt.tokens
-  is_new = new_uid != types.Slots.FREE
-  buffer = fns.admit(
-    state.slots, new_uid, tokens, prompt_len, target_len, np.int32(version)
-  )
-  return dataclasses.replace(
-    state,
-    slots=buffer,
-    uid=np.where(is_new, new_uid, state.uid),
-    prompt_len=np.where(is_new, prompt_len, state.prompt_len),
-    length=np.where(is_new, prompt_len, state.length),
-    done=state.done & ~is_new,
-    frontier={k: np.where(is_new, 0, v) for k, v in state.frontier.items()},
-    next_uid=state.next_uid + len(free),
-  )
-
-
-def _take_tiles(
-  frontier: np.ndarray, limit: np.ndarray, *, num_rows: int, flush: bool
-) -> tuple[list[tuple[np.ndarray, np.ndarray]], np.ndarray]:
-  """Cuts the pending (slot, tile) pairs into calls of `num_rows` pairs.
-
-  Sorted by tile, so that a call holds prefixes of like length and a row's tiles
-  run in order. Without `flush` an incomplete call waits for the next round.
-
-  Returns:
-    The calls, each (slot [R], tile [R]) padded with slot = S, and the frontier
-    after them.
-  """
-  num_slots = len(frontier)
-  pairs = sorted(
-    (tile, slot)
-    for slot in range(num_slots)
-    for tile in range(frontier[slot], limit[slot])
-  )
-  num_calls = (
-    math.ceil(len(pairs) / num_rows) if flush else len(pairs) // num_rows
-  )
-  frontier = frontier.copy()
-  calls = []
-  for i in range(num_calls):
-    chosen = pairs[i * num_rows : (i + 1) * num_rows]
-    slot = np.full(num_rows, num_slots, np.int32)
-    tile = np.zeros(num_rows, np.int32)
-    for j, (t, s) in enumerate(chosen):
-      slot[j], tile[j] = s, t
-      frontier[s] = t + 1
-    calls.append((slot, tile))
-  return calls, frontier
-
-
-def _limits(state: OverlapState, rows: np.ndarray, tile_len: int) -> np.ndarray:
-  """Per slot, how many tiles of it can be scored now; 0 outside `rows`."""
-  return np.array(
-    [
-      score.num_tiles(int(n), bool(d), tile_len) if r else 0
-      for n, d, r in zip(state.length, state.done, rows)
-    ],
-    np.int32,
-  )
-
-
 def score_rows(
   fns: Fns,
   state: OverlapState,
@@ -367,10 +159,10 @@ def score_rows(
     The state, and the number of tiles run by each scorer.
   """
   tile = fns.sizes.tile
-  limit = _limits(state, rows, tile.length)
+  limit = tiling.limits(state.length, state.done, rows, tile_len=tile.length)
   scorers, frontier, num_tiles = dict(state.scorers), dict(state.frontier), {}
   for name in scorers:
-    calls, after = _take_tiles(
+    calls, after = tiling.calls_of(
       frontier[name], limit, num_rows=tile.rows, flush=flush
     )
     for slot, index in calls:
@@ -394,14 +186,14 @@ def prefill_policy(
   tile = fns.sizes.tile
   live = state.in_flight & ~state.done
   limit = np.where(live, -(-(state.length - 1) // tile.length), 0)
-  done = state.frontier[POLICY_CACHE]
-  calls, after = _take_tiles(done, limit, num_rows=tile.rows, flush=True)
+  done = state.frontier[flight.POLICY_CACHE]
+  calls, after = tiling.calls_of(done, limit, num_rows=tile.rows, flush=True)
   cache = state.cache
   for slot, index in calls:
     cache = fns.prefill(params, cache, state.slots.tokens, slot, index)
   # Decoding itself goes on from here; the frontier only says "not to redo".
   after = np.where(live, np.iinfo(np.int32).max, after)
-  frontier = {**state.frontier, POLICY_CACHE: after}
+  frontier = {**state.frontier, flight.POLICY_CACHE: after}
   return dataclasses.replace(state, cache=cache, frontier=frontier)
 
 
@@ -502,28 +294,3 @@ def rollout(
       row_len=row_len,
     ),
   )
-
-
-def after_update(fns: Fns, state: OverlapState) -> OverlapState:
-  """Forgets what the previous policy and critic had cached of deferred rows.
-
-  Reward model and reference are frozen: what they have scored stays. Restarting
-  rows (already cut back on the device by `harvest`) are scored from the start.
-  """
-  s = fns.sizes
-  stale = set()
-  if not s.keep_policy_cache:
-    stale |= {POLICY_CACHE}
-  if not s.keep_critic_cache:
-    stale |= {"critic"}
-  stale |= {"policy"}  # its log-probs are those at the start of the update
-  if s.restarts:
-    stale = set(state.frontier)
-    state = dataclasses.replace(
-      state, length=state.prompt_len, done=np.zeros_like(state.done)
-    )
-  frontier = {
-    name: np.zeros_like(v) if name in stale else v
-    for name, v in state.frontier.items()
-  }
-  return dataclasses.replace(state, frontier=frontier)

@@ -42,15 +42,6 @@ def cache_len(row_len: int, tile_len: int) -> int:
   return -(-row_len // tile_len) * tile_len
 
 
-def num_tiles(length: int, is_done: bool, tile_len: int) -> int:
-  """Tiles of a row that can be scored.
-
-  A tile's last output is about the token after it, so an unfinished row must
-  hold one token more than the tile.
-  """
-  return -(-length // tile_len) if is_done else max(length - 1, 0) // tile_len
-
-
 def _append(params, cache, tokens, slot, tile, *, model, tile_len):
   """Runs tiles: cache, hidden [R, T, D], columns [R, T], targets [R, T]."""
   columns = tile[:, None] * tile_len + jnp.arange(tile_len)  # [R, T]

@@ -25,6 +25,7 @@ from oppo_jax import (
   chunking,
   delta,
   evaluate,
+  flight,
   metrics,
   overlap,
   packing,
@@ -88,7 +89,7 @@ class Controllers(NamedTuple):
 
 
 def model_params(
-  fns: overlap.Fns, state: types.TrainState, frozen: dict[str, types.Params]
+  fns: flight.Fns, state: types.TrainState, frozen: dict[str, types.Params]
 ) -> dict[str, types.Params]:
   """What each model computes with in a rollout, in the dtype it is used in."""
   return {k: fns.cast(v) for k, v in state.params.items()} | frozen
@@ -193,7 +194,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
   trained = {k: params[k] for k in ("policy", "critic")}
   state = s.algorithm.init(jax.tree.map(jax.numpy.copy, trained))
   in_use = model_params(fns, state, frozen)
-  flight = overlap.init(fns)
+  in_flight = flight.init(fns)
   run_key = jax.random.key(config.seed)
   files = Files(workdir, tensorboard=config.log.tensorboard)
   timers, digest = metrics.Timers(), metrics.BatchHash()
@@ -209,16 +210,16 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
     files.decisions.write(
       {"step": step, "delta": extra, "chunk_size": chunk_size}
     )
-    flight = overlap.admit(
+    in_flight = flight.admit(
       fns,
-      flight,
+      in_flight,
       num_in_flight=sizes.batch_size + extra,
       prompt_of=s.prompt_of,
       version=step,
     )
-    flight, on_device, done = overlap.rollout(
+    in_flight, on_device, done = overlap.rollout(
       fns,
-      flight,
+      in_flight,
       in_use,
       version=step,
       run_key=run_key,
@@ -242,7 +243,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
       )
       state, seen = fns.update(state, on_device.replace(scores=scores), plan)
       seen = metrics.fetch(seen)
-    flight = overlap.after_update(fns, flight)
+    in_flight = flight.after_update(fns, in_flight)
     in_use = model_params(fns, state, frozen)
     step_s = time.perf_counter() - step_began
 
@@ -294,8 +295,8 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
     "decode_ticks": totals["overlap/ticks"],
     "serial_ticks": report.serial_ticks(response_len, sizes.batch_size),
     "score_tiles": totals["score/tiles"],
-    "prompts_admitted": flight.next_uid,
-    "prompts_in_flight": int(flight.in_flight.sum()),
+    "prompts_admitted": in_flight.next_uid,
+    "prompts_in_flight": int(in_flight.in_flight.sum()),
     "accuracy_before": {k: v.accuracy for k, v in before.items()},
     "accuracy_after": {k: v.accuracy for k, v in after.items()},
     "batches_sha256": digest.hexdigest(),

@@ -101,7 +101,7 @@ class ScorerState:
   """One scorer's cache over the slots, and what it has said so far.
 
   How far each row has been scored is known to the host alone, in tiles
-  (`overlap.OverlapState.frontier`): it decides which tiles run.
+  (`flight.OverlapState.frontier`): it decides which tiles run.
 
   Attributes:
     cache: keys and values of the scored prefix of every slot.

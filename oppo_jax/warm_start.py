@@ -25,8 +25,8 @@ import numpy as np
 from oppo_jax import (
   checkpoint,
   evaluate,
+  flight,
   metrics,
-  overlap,
   stream,
   supervised,
   tokenizer,
@@ -57,7 +57,7 @@ class Parts(NamedTuple):
   prompts: stream.Prompts
   policy: models_base.Model
   scalar: models_base.Model
-  sampler: overlap.Fns
+  sampler: flight.Fns
 
 
 def run(

@@ -59,17 +59,12 @@ class EmbeddingModel:
     return jnp.einsum("...d,do->...o", hidden, params["head"])
 
 
-@dataclasses.dataclass(frozen=True)
-class TableModel:
-  """A `Model` for `forward` only, whose parameters are its outputs.
+class TableModel(EmbeddingModel):
+  """A `Model`, for `forward` only, whose parameters are its outputs.
 
   params[row, position] is the head's output there, so that a gradient of the
   parameters is the gradient of logits or values.
   """
-
-  vocab_size: int
-  dtype: str = "float32"
-  is_lm: bool = True
 
   def forward(self, params, tokens, positions, segments):
     del tokens

@@ -19,6 +19,7 @@ from oppo_jax.algos import losses, microbatch, optim, ppo, ppo_config
 CLOSE = dict(rtol=0, atol=1e-5)
 REFERENCE_DIR = pathlib.Path(__file__).parents[2] / "shared" / "reference"
 PLAIN = dict(temperature=1.0, top_k=0, top_p=1.0)
+TABLE = fakes.TableModel(vocab_size=0, width=0, num_positions=0, is_lm=True)
 TRL = ppo_config.PRESETS["trl"]
 # A large eps makes Adam smooth: its step does not blow up rounding errors.
 OPTIM = dict(
@@ -59,7 +60,7 @@ def reference_batch(data, hp):
     logits = ops.sampling_logits(
       logits, temperature=hp["temperature"] + 1e-7, top_k=0, top_p=1.0
     )
-    return ops.logprobs_from_logits(logits, responses)
+    return ops.logprobs_from_logits(logits, jnp.asarray(responses))
 
   batch = types.Batch(
     uid=np.arange(num_rows, dtype=np.int32),
@@ -122,8 +123,8 @@ def reference_gradient(data, hp, batch, targets, config):
     targets=targets,
     counts=counts,
     config=config,
-    policy=fakes.TableModel(vocab_size=params["policy"].shape[-1]),
-    critic=fakes.TableModel(vocab_size=1),
+    policy=TABLE,
+    critic=TABLE,
     sampling=PLAIN | dict(temperature=hp["temperature"] + 1e-7),
   )
   accumulate = functools.partial(
@@ -277,8 +278,8 @@ def rollout():
 
   @jax.jit
   def score(params):
-    logits, values = forward(params, sequences)
-    logprobs = ops.logprobs_from_logits(logits, sequences[:, 1:])
+    logits, values = forward(params, jnp.asarray(sequences))
+    logprobs = ops.logprobs_from_logits(logits, jnp.asarray(sequences[:, 1:]))
     return align(logprobs, prompt_len), align(values, prompt_len)
 
   logprobs, values = jax.tree.map(np.array, score(initial_params()))
@@ -520,7 +521,6 @@ def test_metrics_are_named_finite_and_scalar():
 
 def test_every_response_token_and_nothing_else_is_trained():
   batch = rollout()
-  table = fakes.TableModel(vocab_size=V)
   params = {
     "policy": jnp.zeros((B, P + R, V)),
     "critic": jnp.zeros((B, P + R, 1)),
@@ -530,8 +530,8 @@ def test_every_response_token_and_nothing_else_is_trained():
     "ppo",
     no_clip,
     OPTIM,
-    policy=table,
-    critic=table,
+    policy=TABLE,
+    critic=TABLE,
     num_updates=1,
     bin_width=16,
     micro_rows=2,

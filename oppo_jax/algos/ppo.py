@@ -46,7 +46,7 @@ class Targets(NamedTuple):
 
 
 def make_targets(
-  batch: types.Batch, kl_coef: Float[Array, ""], config: PPOConfig
+  batch: types.Batch, kl_coef: float | Float[Array, ""], config: PPOConfig
 ) -> Targets:
   """Scores and log-probs -> rewards -> advantages and returns.
 
@@ -189,8 +189,8 @@ def make(
     def one_minibatch(carry, minibatch):
       params, opt_state = carry
       counts = Counts(
-        tokens=_count(batch.mask[minibatch.row]),
-        values=_count(targets.value_mask[minibatch.row]),
+        tokens=ops.count(batch.mask[minibatch.row]),
+        values=ops.count(targets.value_mask[minibatch.row]),
       )
       grads, sums, maxima = microbatch.accumulate(
         functools.partial(loss, batch=batch, targets=targets, counts=counts),
@@ -246,7 +246,7 @@ def make(
 
 
 class Counts(NamedTuple):
-  """What the sums of a minibatch are divided by, at least 1 each."""
+  """Tokens, and tokens with a value, of a minibatch: what sums divide by."""
 
   tokens: Float[Array, ""]
   values: Float[Array, ""]
@@ -378,7 +378,3 @@ def loss_metrics(sums: dict[str, jax.Array], counts: Counts) -> base.Metrics:
     "val/ratio": mean["ratio"],
     "val/clipfrac_avg": sums["is_value_clipped"] / counts.values,
   }
-
-
-def _count(mask: Bool[Array, "M R"]) -> Float[Array, ""]:
-  return jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1)
