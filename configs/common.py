@@ -40,7 +40,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     num_kv_heads=2,
     head_dim=24,
     mlp_dim=288,
-    rope_theta=10_000.0,
+    rope_theta=100.0,
     norm_eps=1e-5,
     qkv_bias=False,
     qk_norm=False,
@@ -53,11 +53,16 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
 
   # Supervised stages before PPO; num_steps = 0 skips one.
   fit = dict(
-    rows=8, width=128, lr=3e-3, warmup_steps=20, weight_decay=0.1, clip_norm=1.0
+    rows=8, width=144, lr=3e-3, warmup_steps=20, weight_decay=0.1, clip_norm=1.0
   )
   config.warm_start = dict(
-    sft=dict(num_steps=0, **fit),
-    reward_model=dict(num_steps=0, num_prompts=512, num_samples=2, **fit),
+    # spoiled: share of demonstrations with a mistake in them
+    sft=dict(num_steps=0, spoiled=0.0, **fit),
+    # num_prompts: sampled num_samples times each from the policy
+    # num_spoiled: further prompts, with a spoiled solution as the wrong one
+    reward_model=dict(
+      num_steps=0, num_prompts=512, num_samples=4, num_spoiled=8_000, **fit
+    ),
   )
 
   config.rollout = dict(

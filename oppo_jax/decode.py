@@ -75,12 +75,12 @@ def sample(
     forbidding (benchmarks only) change the draw, not the distribution the
     log-prob is taken of, so that PPO ratios keep their meaning.
   """
-  shaped = ops.sampling_logits(
-    logits,
+  distribution = dict(
     temperature=sampling.temperature or 1.0,
     top_k=sampling.top_k,
     top_p=sampling.top_p,
   )
+  shaped = ops.sampling_logits(logits, **distribution)
   eos = jnp.asarray(sampling.eos_ids, jnp.int32)
   is_eos = jnp.zeros((logits.shape[-1],), jnp.bool_).at[eos].set(True)
   choices = jnp.where(forbid_eos[:, None] & is_eos, -1e30, shaped)
@@ -91,6 +91,9 @@ def sample(
     keys = jax.vmap(jax.random.fold_in)(fold(run_key, uid), position)
     tokens = jax.vmap(jax.random.categorical)(keys, choices)
   tokens = jnp.where(force_eos, eos[0], tokens).astype(jnp.int32)
+  shaped = ops.sampling_logits(
+    logits, **distribution, keep=tokens
+  )  # a forced token may lie outside the truncated set; others do not
   return tokens, ops.logprobs_from_logits(shaped, tokens)
 
 

@@ -8,11 +8,25 @@ dtype of token ids would truncate scores to integers.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Real
 
 from oppo_jax import ops
 
 SCORE_POSITIONS = ("last", "after_eos")
+
+
+def weighted_sum(
+  parts: dict[str, np.ndarray], weights: dict[str, float]
+) -> np.ndarray:
+  """Scores [B] of several rewards: sum of weights["<name>_weight"] * part.
+
+  On the host, in float32: parts come from the device (learned) and from rules.
+  """
+  total = np.zeros(len(next(iter(parts.values()))), np.float32)
+  for name, scores in parts.items():
+    total += np.float32(weights[f"{name}_weight"]) * scores.astype(np.float32)
+  return total
 
 
 def final_scores(

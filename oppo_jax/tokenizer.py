@@ -61,12 +61,25 @@ class Tokenizer:
     return self.hf.encode(text, add_special_tokens=False)
 
   def decode(self, ids: Sequence[int]) -> str:
-    """The text of the ids, special tokens left out."""
-    return self.hf.decode(
-      [int(i) for i in ids],
-      skip_special_tokens=True,
-      clean_up_tokenization_spaces=False,
-    )
+    """The text of the ids, without the EOS at the end.
+
+    Nothing else is left out: a padding id in the middle of an answer reads
+    "<pad>", an id without a token reads U+FFFD, so that no grader mistakes
+    "1<pad>7" for "17".
+    """
+    ids = [int(i) for i in ids]
+    if ids and ids[-1] in self.eos_ids:
+      ids = ids[:-1]
+    text, known = "", []
+    for i in [*ids, self.vocab_size]:
+      if i < self.vocab_size:
+        known.append(i)
+        continue
+      text += self.hf.decode(
+        known, skip_special_tokens=False, clean_up_tokenization_spaces=False
+      )
+      text, known = text + "\ufffd", []
+    return text[:-1]  # the sentinel's
 
   def save(self, folder: str | os.PathLike) -> None:
     """Writes the files that `load` reads."""

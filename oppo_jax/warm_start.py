@@ -37,6 +37,8 @@ from oppo_jax.tasks import base as tasks_base
 
 Log = Callable[[str], None]
 
+Pair = tuple[supervised.Text, supervised.Text]
+
 HELD_OUT = 8  # one prompt in this many is kept from the reward model
 
 
@@ -168,10 +170,14 @@ def fit_policy(
   section = config.warm_start.sft
   examples = parts.task.prompts("train")
   limit = config.rollout.max_response_len
+  rng = np.random.default_rng((config.seed, 3))
+  is_spoiled = rng.random(len(parts.prompts.rows)) < section.spoiled
   items = []
   for i, row in enumerate(parts.prompts.rows):
-    solution = parts.tokens.encode(examples[row].solution)
-    response = [*solution, parts.tokens.eos_id]
+    solution = examples[row].solution
+    if is_spoiled[i]:
+      solution = parts.task.corrupt(examples[row], rng)
+    response = [*parts.tokens.encode(solution), parts.tokens.eos_id]
     if solution and len(response) <= limit:
       items.append((_text(parts, i, response),))
   if not items:
@@ -194,52 +200,62 @@ def fit_policy(
   )
 
 
-def make_pairs(
+def sampled_pairs(
   config: ml_collections.ConfigDict, parts: Parts, policy: types.Params
-) -> list[list[tuple[supervised.Text, supervised.Text]]]:
+) -> list[list[Pair]]:
   """Per prompt, pairs (right, wrong) among the policy's own samples.
 
-  The task's rule tells right from wrong. A prompt with wrong samples only gets
-  its worked solution as the right one; with right samples only, a corrupted
-  solution as the wrong one, if the task makes such.
+  The task's rule tells right from wrong. If all samples of a prompt are wrong,
+  its worked solution is the right one; if all are right, it gives no pair.
   """
   section = config.warm_start.reward_model
   examples = parts.task.prompts("train")
   num = min(section.num_prompts, len(parts.prompts.tokens))
-  copies = [i for i in range(num) for _ in range(section.num_samples)]
+  k = section.num_samples
   responses = evaluate.generate(
     parts.sampler,
     policy,
-    [parts.prompts.tokens[i] for i in copies],
+    [parts.prompts.tokens[i] for i in range(num) for _ in range(k)],
     run_key=jax.random.fold_in(jax.random.key(config.seed), 3),
   )
-  rng = np.random.default_rng((config.seed, 1))
-  eos = [parts.tokens.eos_id]
-  encode = lambda text: [*parts.tokens.encode(text), *eos]
-  fits = lambda response: len(response) <= config.rollout.max_response_len
   pairs = []
   for i in range(num):
     example = examples[parts.prompts.rows[i]]
-    mine = range(i * section.num_samples, (i + 1) * section.num_samples)
-    sides: dict[bool, list] = {True: [], False: []}
-    for j in mine:
-      is_right = (
-        parts.task.reward(example, parts.tokens.decode(responses[j])) >= 1
-      )
-      if responses[j].tolist() not in sides[is_right]:
-        sides[is_right].append(responses[j].tolist())
+    sides: dict[bool, dict[tuple[int, ...], None]] = {True: {}, False: {}}
+    for response in responses[i * k : (i + 1) * k]:
+      text = parts.tokens.decode(response)
+      sides[parts.task.reward(example, text) >= 1][tuple(response)] = None
     if not sides[True] and example.solution:
-      sides[True].append(encode(example.solution))
-    if not sides[False] and parts.task.corrupt is not None:
-      sides[False].append(encode(parts.task.corrupt(example, rng)))
+      solution = parts.tokens.encode(example.solution)
+      sides[True][(*solution, parts.tokens.eos_id)] = None
     pairs.append(
       [
         (_text(parts, i, right), _text(parts, i, wrong))
         for right in sides[True]
         for wrong in sides[False]
-        if fits(right) and fits(wrong)
       ]
     )
+  return pairs
+
+
+def spoiled_pairs(
+  config: ml_collections.ConfigDict, parts: Parts
+) -> list[list[Pair]]:
+  """Per further prompt, one pair (worked solution, the same with a mistake)."""
+  section = config.warm_start.reward_model
+  if parts.task.corrupt is None:
+    return []
+  examples = parts.task.prompts("train")
+  rng = np.random.default_rng((config.seed, 1))
+  encode = lambda text: [*parts.tokens.encode(text), parts.tokens.eos_id]
+  pairs = []
+  first = section.num_prompts
+  last = min(first + section.num_spoiled, len(parts.prompts.tokens))
+  for i in range(first, last):
+    example = examples[parts.prompts.rows[i]]
+    wrong = parts.task.corrupt(example, rng)
+    right_text = _text(parts, i, encode(example.solution))
+    pairs.append([(right_text, _text(parts, i, encode(wrong)))])
   return pairs
 
 
@@ -251,17 +267,18 @@ def fit_reward_model(
   *,
   log: Log,
 ) -> types.Params:
-  """Preference learning on `make_pairs`; says how held-out prompts fare.
+  """Bradley-Terry on pairs; says how the policy's held-out samples fare.
 
   Raises:
     ValueError: there is no pair to learn from.
   """
   section = config.warm_start.reward_model
-  by_prompt = make_pairs(config, parts, policy)
-  held_out = [
-    p for i, g in enumerate(by_prompt) for p in g if i % HELD_OUT == 0
-  ]
-  items = [p for i, g in enumerate(by_prompt) for p in g if i % HELD_OUT]
+  sampled = sampled_pairs(config, parts, policy)
+  cut = len(sampled) // HELD_OUT
+  fits = lambda pair: all(len(text.tokens) <= section.width for text in pair)
+  flat = lambda groups: [p for group in groups for p in group if fits(p)]
+  held_out = flat(sampled[:cut])
+  items = flat([*sampled[cut:], *spoiled_pairs(config, parts)])
   if not items:
     raise ValueError(
       "warm_start.reward_model: all samples of every prompt got the same grade"
@@ -285,7 +302,7 @@ def fit_reward_model(
 def pair_accuracy(
   model: models_base.Model,
   params: types.Params,
-  pairs: Sequence[tuple[supervised.Text, supervised.Text]],
+  pairs: Sequence[Pair],
   fit: supervised.FitConfig,
 ) -> tuple[int, int]:
   """How many pairs the reward model orders rightly, and how many it saw."""

@@ -6,7 +6,7 @@ of prefill (C = T) and a one-shot forward (C = L from an empty cache); `forward`
 is the cache-free form used where gradients are taken.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 from oppo_jax import types
 
 
+@runtime_checkable
 class Model(Protocol):
   """A causal decoder with one head: "lm" (logits) or "scalar" (one number)."""
 
