@@ -56,8 +56,8 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     rows=8, width=144, lr=3e-3, warmup_steps=20, weight_decay=0.1, clip_norm=1.0
   )
   config.warm_start = dict(
-    # spoiled: share of demonstrations with a mistake in them
-    sft=dict(num_steps=0, spoiled=0.0, **fit),
+    # terse: share of demonstrations that give the answer without the work
+    sft=dict(num_steps=0, terse=0.0, **fit),
     # num_prompts: sampled num_samples times each from the policy
     # num_spoiled: further prompts, with a spoiled solution as the wrong one
     reward_model=dict(
@@ -77,7 +77,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     decode_loop="auto",  # while | fori; auto = fori on GPU
   )
   config.score = dict(
-    tile_rows=16,  # R of a scoring call
+    tile_rows=16,  # Q, tiles per scoring call
     tile_len=32,  # T, tokens
     logprob_chunk=512,  # tokens whose logits exist at one time
   )
@@ -110,7 +110,8 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
   config.update_from_flattened_dict(config_lib.arm_overrides(arm))
 
   config.algo_name = "ppo"
-  config.algo = dict(ppo.PRESETS[preset])
+  # denominator of the ratio: auto = behavior in float32, decoupled in bfloat16
+  config.algo = ppo.PRESETS[preset] | dict(denominator="auto")
   config.optim = dict(
     policy_lr=1e-4,
     critic_lr=3e-4,

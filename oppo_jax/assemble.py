@@ -56,12 +56,21 @@ class Setup(NamedTuple):
 def make_tokenizer(
   config: ml_collections.ConfigDict, task: tasks_base.Task
 ) -> tokenizer.Tokenizer:
-  """The tokenizer of the config, trained on the task's text if need be."""
+  """The tokenizer of the config, trained on the task's text if need be.
+
+  Raises:
+    ValueError: names the part of the config.
+  """
+  kind, path = config.tokenizer.kind, config.tokenizer.path
+  if kind == "hf":
+    try:
+      return tokenizer.load(path)
+    except Exception as e:  # files of others, so anything may be raised
+      raise ValueError(f"config.tokenizer.path={path!r}: {e}") from e
   return tokenizer.make(
-    config.tokenizer.kind,
+    kind,
     corpus=task.corpus(5_000),
     vocab_size=config.tokenizer.vocab_size,
-    path=config.tokenizer.path,
   )
 
 
@@ -77,10 +86,16 @@ def setup(
     config: validated.
     workdir: gets the data set and the tokenizer.
     log: takes one line of text.
+
+  Raises:
+    ValueError: what the config names is not there, or does not fit; says what.
   """
-  task = tasks.make(
-    config.task_name, cache_dir=workdir / "data", **config.task.to_dict()
-  )
+  try:
+    task = tasks.make(
+      config.task_name, cache_dir=workdir / "data", **config.task.to_dict()
+    )
+  except (ValueError, FileNotFoundError) as e:
+    raise ValueError(f"config.task: {e}") from e
   tokens = make_tokenizer(config, task)
   tokens.save(workdir / "tokenizer")
   examples = task.prompts("train")
@@ -116,7 +131,7 @@ def setup(
   del optim["pack_width"], optim["micro_rows"]
   algorithm = algos.make(
     config.algo_name,
-    config.algo.to_dict(),
+    config_lib.algo(config),
     optim,
     policy=policy,
     critic=scalar,

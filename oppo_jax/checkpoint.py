@@ -38,12 +38,16 @@ def load_params(path: str | os.PathLike, like: types.Params) -> types.Params:
       `jax.ShapeDtypeStruct`s).
 
   Raises:
-    ValueError: a tensor is missing, too many, or of another shape or dtype;
-      names the file and the tensor.
+    ValueError: a tensor is missing, too many, or of another shape or dtype, or
+      the file is damaged; names the file and the tensor.
   """
+  from safetensors import SafetensorError
   from safetensors import numpy as safetensors
 
-  found = safetensors.load_file(path)
+  try:
+    found = safetensors.load_file(path)
+  except SafetensorError as e:
+    raise ValueError(f"{path}: {e}") from e
   expected = traverse_util.flatten_dict(like, sep=".")
   for name in sorted(set(found) ^ set(expected)):
     what = "missing" if name in expected else "unexpected"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a config may hold, and what follows from it. No JAX.
 
-`SCHEMA` is the one list of keys; a new key is one line there. `validate` runs
-before anything else, and ends a run with one line that names the key.
-Derived quantities are functions, never fields.
+`SCHEMA` is the one list of keys, and `ALGOS` of those of each algorithm; a new
+key is one line there. `validate` runs before anything else, and ends a run with
+one line that names the key. Derived quantities are functions, never fields.
 """
 
 import difflib
@@ -79,8 +79,7 @@ STALENESS = Rule(
   lambda x: type(x) is int and (x >= 1 or x == -1),
   "an integer >= 1, or -1 (unbounded)",
 )
-# A section whose keys, but for those in `SCHEMA`, are left to whoever reads it.
-OPEN_SECTION = Rule(lambda x: True, "a section")
+SECTION = Rule(lambda x: True, "a section")  # its keys are not listed here
 
 MODEL = {  # policy; critic and reward model have the same trunk
   "num_layers": integer(1),
@@ -99,21 +98,67 @@ MODEL = {  # policy; critic and reward model have the same trunk
   "remat": BOOL,
 }
 
+FIT = {  # a supervised stage, see `supervised.FitConfig`
+  "num_steps": integer(0),  # 0 = the stage is skipped
+  "rows": integer(1),
+  "width": integer(1),  # tokens
+  "lr": number(0.0),
+  "warmup_steps": integer(0),
+  "weight_decay": number(0.0),
+  "clip_norm": number(0.0),  # 0 = off
+}
+
+KL_ESTIMATOR = choice("k1", "k2", "k3")
+PPO = {  # see `algos.ppo.PPOConfig`
+  "clip_eps": number(above=0.0),
+  "value_clip_eps": number(0.0),
+  "vf_coef": number(0.0),
+  "gamma": number(0.0, 1.0),
+  "lam": number(0.0, 1.0),
+  "kl_coef": number(0.0),
+  "kl_estimator": KL_ESTIMATOR,
+  "kl_inner_clip": number(0.0),
+  "kl_outer_clip": number(0.0),
+  "kl_target": number(0.0),
+  "kl_horizon": number(above=0.0),
+  "kl_loss_coef": number(0.0),
+  "kl_loss_estimator": KL_ESTIMATOR,
+  "kl_loss_inner_clip": number(0.0),
+  "kl_loss_outer_clip": number(0.0),
+  "log_ratio_clip": number(0.0),
+  "entropy_coef": number(0.0),
+  "whiten_advantages": BOOL,
+  "whiten_rewards": BOOL,
+  "whitening": choice("unbiased", "population"),
+  "score_clip": number(0.0),
+  "missing_eos_penalty": number(0.0),
+  "score_position": choice("last", "after_eos"),
+  "num_epochs": integer(1),
+  "num_minibatches": integer(1),
+  "denominator": choice("auto", "behavior", "start", "decoupled", "tis"),
+  "behavior_weight_cap": number(above=0.0),
+  "logprob_chunk": integer(1),
+}
+ALGOS = {"ppo": PPO}  # algo_name -> keys of the section `algo`
+
 SCHEMA: dict[str, Rule] = {
   "seed": integer(0),
   "num_steps": integer(0),
   "task_name": NAME,
-  "task": OPEN_SECTION,
+  "task": SECTION,  # the task checks its own
   "tokenizer.kind": choice("char", "byte", "bpe", "hf"),
   "tokenizer.vocab_size": integer(0),  # "bpe" only
   "tokenizer.path": TEXT,
-  "model_name": NAME,
+  "model_name": choice("transformer"),
   **{f"model.{key}": rule for key, rule in MODEL.items()},
   "critic.init": choice("reward", "random"),
-  "warm_start.sft": OPEN_SECTION,
-  "warm_start.sft.num_steps": integer(0),
-  "warm_start.reward_model": OPEN_SECTION,
-  "warm_start.reward_model.num_steps": integer(0),
+  **{f"warm_start.sft.{key}": rule for key, rule in FIT.items()},
+  "warm_start.sft.terse": number(0.0, 1.0),  # share of demonstrations
+  **{f"warm_start.reward_model.{key}": rule for key, rule in FIT.items()},
+  "warm_start.reward_model.rows": integer(2),  # a pair may take two
+  "warm_start.reward_model.num_prompts": integer(1),
+  "warm_start.reward_model.num_samples": integer(1),
+  "warm_start.reward_model.num_spoiled": integer(0),
   "rollout.batch_size": integer(1),
   "rollout.max_prompt_len": integer(1),
   "rollout.max_response_len": integer(1),
@@ -147,8 +192,8 @@ SCHEMA: dict[str, Rule] = {
   "overlap.delta.window": integer(1),
   "overlap.delta.step": integer(1),
   "overlap.delta.dead_band": number(0.0),  # standard errors
-  "algo_name": NAME,
-  "algo": OPEN_SECTION,  # the algorithm checks its own
+  "algo_name": choice(*ALGOS),
+  "algo": SECTION,  # `ALGOS`
   "optim.policy_lr": number(0.0),
   "optim.critic_lr": number(0.0),
   "optim.schedule": choice("constant", "linear", "cosine"),
@@ -176,29 +221,26 @@ ARMS = {  # name -> (intra, inter)
 }
 
 
-def _tree() -> dict[str, Any]:
-  """`SCHEMA` by sections: section -> {key: rule or section}."""
+def _tree(algo_name: Any) -> dict[str, Any]:
+  """All keys by sections: section -> {key: rule or section}."""
+  algo = ALGOS.get(algo_name, {}) if isinstance(algo_name, str) else {}
   tree: dict[str, Any] = {}
-  for key, rule in SCHEMA.items():
+  for key, rule in [*SCHEMA.items(), *((f"algo.{k}", algo[k]) for k in algo)]:
     *sections, last = key.split(".")
     node = tree
     for section in sections:
       node = node.setdefault(section, {})
-    if rule is OPEN_SECTION:
-      node.setdefault(last, {})
-    else:
-      node[last] = rule
+    node[last] = {} if rule is SECTION else rule
   return tree
 
 
 def _check_keys(config: Any, tree: dict[str, Any], prefix: str) -> None:
-  """Walks config and schema side by side."""
-  if SCHEMA.get(prefix[:-1]) is not OPEN_SECTION:
-    for name in config:
-      if name not in tree:
-        close = difflib.get_close_matches(name, tree, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"config.{prefix}{name}: unknown key{hint}")
+  """Walks config and keys side by side; no keys: whoever reads it checks it."""
+  for name in config if tree else ():
+    if name not in tree:
+      close = difflib.get_close_matches(name, tree, n=1)
+      hint = f"; did you mean {close[0]!r}?" if close else ""
+      raise ValueError(f"config.{prefix}{name}: unknown key{hint}")
   for name, rule in tree.items():
     key = prefix + name
     if name not in config:
@@ -239,11 +281,28 @@ def _conflicts(c: ml_collections.ConfigDict) -> Iterator[tuple[bool, str, str]]:
   yield no_log, "overlap.chunk.replay_path", "a file for kind='replay'"
   too_narrow = 0 < c.optim.pack_width < row_len(c)
   yield too_narrow, "optim.pack_width", f"0 or >= {row_len(c)}, the longest row"
-  num = c.algo.get("num_minibatches", 1)
+  sft = c.warm_start.sft
+  too_narrow = sft.num_steps > 0 and sft.width < row_len(c)
+  yield too_narrow, "warm_start.sft.width", f">= {row_len(c)}, the longest row"
   yield (
-    type(num) is not int or num < 1 or batch_size % num != 0,
+    batch_size % c.algo.num_minibatches != 0,
     "algo.num_minibatches",
     f"a divisor of rollout.batch_size={batch_size}",
+  )
+  denominator = c.algo.get("denominator")
+  is_exact = c.model.dtype == "float32"
+  yield (
+    denominator == "behavior" and not is_exact,
+    "algo.denominator",
+    "'auto' or another one in bfloat16, where a decode step and a forward pass"
+    " differ by up to 0.03 nats: ratios to 'behavior' would not start at 1",
+  )
+  yield (
+    denominator == "start" and c.overlap.inter != "none",
+    "algo.denominator",
+    "'auto' or another one while rows are deferred (overlap.inter="
+    f"{c.overlap.inter!r}): 'start' alone does not know what policy sampled a"
+    " token",
   )
 
 
@@ -253,7 +312,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
   Raises:
     ValueError: one line that names the key, its value, and what is allowed.
   """
-  _check_keys(config, _tree(), "")
+  _check_keys(config, _tree(config.get("algo_name")), "")
   for is_broken, key, expected in _conflicts(config):
     if is_broken:
       value = config
@@ -269,6 +328,20 @@ def num_slots(config: ml_collections.ConfigDict) -> int:
   be compared bit for bit must share it.
   """
   return -(-(config.rollout.batch_size + config.overlap.delta.max) // 8) * 8
+
+
+def algo(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  """`config.algo` as the algorithm takes it, with no "auto" left in it.
+
+  denominator="auto" is what the dtype allows: in float32 the log-prob stored at
+  sampling is that of a forward pass to some 1e-6 nats ("behavior"), in bfloat16
+  it is not ("decoupled").
+  """
+  chosen = config.algo.to_dict()
+  if chosen.get("denominator") == "auto":
+    is_exact = config.model.dtype == "float32"
+    chosen["denominator"] = "behavior" if is_exact else "decoupled"
+  return chosen
 
 
 def row_len(config: ml_collections.ConfigDict) -> int:

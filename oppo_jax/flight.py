@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
     max_prompt_len: P.
     row_len: L = P + R.
     max_staleness: updates a row may be deferred, negative = unbounded.
-    tile: R and T of the scorers.
+    tile: Q and T of the scorers.
     decode_loop: "while" or "fori", see `decode.decode_chunk`.
     restarts: unfinished rows start again from their prompt at an update.
     keep_policy_cache: a deferred row's policy cache survives the update.

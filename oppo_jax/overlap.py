@@ -55,6 +55,11 @@ def make_fns(
     scorers: by name: "reward", "reference", "critic", "policy".
     algorithm: gives `update`; None where nothing is trained (evaluation).
   """
+  if sizes.batch_size % sizes.group_size:
+    raise ValueError(
+      f"batch_size={sizes.batch_size} is not a multiple of the algorithm's"
+      f" group_size={sizes.group_size}: a group would be split"
+    )
   rule = dict(
     batch_size=sizes.batch_size,
     group_size=sizes.group_size,

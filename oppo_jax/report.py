@@ -24,7 +24,7 @@ def step_row(
     done: what the rollout did.
     delta: prompts in flight beyond B.
     chunk_size: C.
-    in_flight: rows in flight while decoding (B + delta).
+    in_flight: rows in flight while decoding.
   """
   staleness = (step - batch.token_version)[batch.mask]  # per token
   return {
@@ -33,7 +33,8 @@ def step_row(
     "overlap/chunks": done.chunks,
     "overlap/deferred": done.deferred,
     "overlap/staleness_mean": float(staleness.mean()),
-    "overlap/staleness_max": int(step - batch.admitted_at.min()),
+    "overlap/staleness_max": int(staleness.max()),
+    "overlap/deferrals_max": int(step - batch.admitted_at.min()),
     "overlap/slot_fill": done.generated / max(done.ticks * in_flight, 1),
     "overlap/ticks": done.ticks,
     "score/tiles": sum(done.tiles.values()),
@@ -43,6 +44,12 @@ def step_row(
     "tokens/response_len": float(batch.response_len.mean()),
     "tokens/truncated": float(1 - batch.has_eos.mean()),
   }
+
+
+def spread(num_rows: int, num_picked: int) -> list[int]:
+  """Rows to log, evenly spaced: the first ones alone are those that waited."""
+  num_picked = min(num_rows, num_picked)
+  return [i * num_rows // num_picked for i in range(num_picked)]
 
 
 def rollout_row(
@@ -88,12 +95,16 @@ def table(
   after: Mapping[str, evaluate.Accuracy],
 ) -> list[str]:
   """The lines a run ends with."""
-  lines = ["", "held-out accuracy       before PPO   after PPO"]
+  lines = [""]
+  if before:
+    lines.append("held-out accuracy       before PPO   after PPO")
   for name in before:
     lines.append(
       f"  {name:20s} {before[name].accuracy:12.3f} {after[name].accuracy:11.3f}"
     )
-  saved = 1 - summary["decode_ticks"] / max(summary["serial_ticks"], 1)
+  if not summary["steps"]:
+    return [*lines, "no updates asked for"]
+  saved = 1 - summary["decode_ticks"] / summary["serial_ticks"]
   lines += [
     f"arm                     {summary['arm']}, {summary['steps']} updates",
     f"time                    {summary['wall_s']:.0f} s,"

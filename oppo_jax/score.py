@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefills whole tiles of T tokens into a model's cache, R tiles per call.
+"""Prefills whole tiles of T tokens into a model's cache, Q tiles per call.
 
 A scorer never processes "the new tokens", but tile k of a row: columns kT to
-(k + 1)T - 1, by one compiled function of fixed shape [R, T]. So what is
+(k + 1)T - 1, by one compiled function of fixed shape [Q, T]. So what is
 computed for a row does not depend on when it is computed, and scoring while the
 row is still being decoded gives the bits that scoring afterwards gives.
 
@@ -10,7 +10,7 @@ row is still being decoded gives the bits that scoring afterwards gives.
   row        [tile 0 ][tile 1 ][r r r . . . . . ]
                                ^ partial: runs when the row is done, masked
 
-A call takes any R pending (row, tile) pairs, several of one row included: what
+A call takes any Q pending (row, tile) pairs, several of one row included: what
 scoring costs is the number of tiles that exist.
 """
 
@@ -27,7 +27,7 @@ class Tile(NamedTuple):
   """Static sizes of a prefill call.
 
   Attributes:
-    rows: R, tiles per call.
+    rows: Q, tiles per call.
     length: T, tokens per tile.
     logprob_chunk: tokens whose logits exist at one time.
   """
@@ -43,8 +43,8 @@ def cache_len(row_len: int, tile_len: int) -> int:
 
 
 def _append(params, cache, tokens, slot, tile, *, model, tile_len):
-  """Runs tiles: cache, hidden [R, T, D], columns [R, T], targets [R, T]."""
-  columns = tile[:, None] * tile_len + jnp.arange(tile_len)  # [R, T]
+  """Runs tiles: cache, hidden [Q, T, D], columns [Q, T], targets [Q, T]."""
+  columns = tile[:, None] * tile_len + jnp.arange(tile_len)  # [Q, T]
   at = lambda c: tokens.at[slot[:, None], c].get(mode="fill", fill_value=0)
   hidden, cache = model.apply(params, at(columns), tile * tile_len, cache, slot)
   return cache, hidden, columns, at(columns + 1)
@@ -54,8 +54,8 @@ def prefill(
   params: types.Params,
   cache: types.KVCache,
   tokens: Int[Array, "S L"],
-  slot: Int[Array, " R"],
-  tile: Int[Array, " R"],
+  slot: Int[Array, " Q"],
+  tile: Int[Array, " Q"],
   *,
   model: base.Model,
   tile_len: int,
@@ -82,8 +82,8 @@ def prefill_append(
   params: types.Params,
   state: types.ScorerState,
   tokens: Int[Array, "S L"],
-  slot: Int[Array, " R"],
-  tile: Int[Array, " R"],
+  slot: Int[Array, " Q"],
+  tile: Int[Array, " Q"],
   *,
   model: base.Model,
   tile_len: int,

@@ -4,7 +4,7 @@
 A row's frontier is the number of its tiles that have been run, its limit the
 number that can be. Everything in between is pending.
 
-  tile        0  1  2  3  4         R = 4
+  tile        0  1  2  3  4         Q = 4
   slot 0      x  x  o  o  .         x run, o pending
   slot 1      x  o  .  .  .         calls: (1,1) (0,2) (0,3) (2,3) | (2,4)
   slot 2      x  x  x  o  o                as (slot, tile), by tile
@@ -48,11 +48,11 @@ def calls_of(
   Args:
     frontier: [S] tiles of each row already run.
     limit: [S] tiles that can be run.
-    num_rows: R.
+    num_rows: Q.
     flush: pad the last call instead of holding its tiles back.
 
   Returns:
-    The calls, each (slot [R], tile [R]) padded with slot = S, and the frontier
+    The calls, each (slot [Q], tile [Q]) padded with slot = S, and the frontier
     after them.
   """
   num_slots = len(frontier)

@@ -5,10 +5,14 @@ Supervised stages, then PPO with the chosen arm. The workdir gets config.json,
 metrics.jsonl, rollouts.jsonl, decisions.jsonl, the tokenizer, the stages, the
 trained parameters and, last of all, summary.json: a run is finished if and only
 if that file is there.
+
+Bad input ends a run with one line; --verbosity=1 shows where it was noticed.
 """
 
+import contextlib
 import json
 import pathlib
+import re
 import sys
 import time
 from typing import Any, NamedTuple
@@ -16,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import ml_collections
 import numpy as np
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from oppo_jax import (
@@ -26,6 +30,7 @@ from oppo_jax import (
   delta,
   evaluate,
   flight,
+  keys,
   metrics,
   overlap,
   packing,
@@ -56,15 +61,22 @@ class Controllers(NamedTuple):
   chunk_rule: dict[str, Any]
 
   @classmethod
-  def make(cls, config: ml_collections.ConfigDict) -> "Controllers":
+  def make(
+    cls, config: ml_collections.ConfigDict, *, num_steps: int
+  ) -> "Controllers":
     """From config.overlap; without inter-step overlap delta stays 0."""
     chunk_rule, delta_rule = config.chunk.to_dict(), config.delta.to_dict()
     log = []
     if config.inter == "none":
       delta_rule |= dict(kind="fixed", init=0, min=0)
-    elif config.delta.kind == "replay":
-      decisions = chunking.load_decisions(config.chunk.replay_path)
-      log = [d["delta"] for d in decisions]
+    if "replay" in (config.chunk.kind, delta_rule["kind"]):
+      path = config.chunk.replay_path
+      log = [d["delta"] for d in chunking.load_decisions(path)]
+      if len(log) < num_steps:
+        raise ValueError(
+          f"config.overlap.chunk.replay_path={path!r}: holds {len(log)}"
+          f" decisions, num_steps is {num_steps}"
+        )
     return cls(
       delta.init(**delta_rule, log=log),
       chunking.init(**chunk_rule),
@@ -135,7 +147,7 @@ class HeldOut(NamedTuple):
     return cls(
       [examples[i] for i in prompts.rows],
       prompts.tokens,
-      jax.random.fold_in(jax.random.key(config.seed), 4),
+      keys.named(config.seed, "held_out"),
     )
 
   def accuracy(
@@ -174,10 +186,23 @@ class Files:
 
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
   """Runs the stages and PPO, and writes the workdir; see the module."""
+  with contextlib.ExitStack() as stack:
+    _train(config, workdir, stack)
+
+
+def _train(
+  config: ml_collections.ConfigDict,
+  workdir: pathlib.Path,
+  stack: contextlib.ExitStack,
+) -> None:
+  """`train`; what `stack` is given is closed, whatever happens."""
   began = time.perf_counter()
-  controllers = Controllers.make(config.overlap)
+  controllers = Controllers.make(config.overlap, num_steps=config.num_steps)
   s = assemble.setup(config, workdir, log=say)
   fns, sizes = s.fns, s.fns.sizes
+  held_out = HeldOut.make(config, s) if config.eval.num_prompts else None
+  files = Files(workdir, tensorboard=config.log.tensorboard)
+  stack.callback(files.close)
   as_json = json.loads(config.to_json_best_effort())
   metrics.write_json(workdir / "config.json", as_json)
   params = warm_start.run(config, s.parts, workdir=workdir, log=say)
@@ -185,7 +210,6 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
     "reference": fns.cast(params["policy"]),
     "reward": fns.cast(params["reward"]),
   }
-  held_out = HeldOut.make(config, s) if config.eval.num_prompts else None
   before = (
     held_out.accuracy(s, params["policy"], "before PPO") if held_out else {}
   )
@@ -195,8 +219,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
   state = s.algorithm.init(jax.tree.map(jax.numpy.copy, trained))
   in_use = model_params(fns, state, frozen)
   in_flight = flight.init(fns)
-  run_key = jax.random.key(config.seed)
-  files = Files(workdir, tensorboard=config.log.tensorboard)
+  run_key = keys.named(config.seed, "rollout")
   timers, digest = metrics.Timers(), metrics.BatchHash()
   totals = dict.fromkeys(("tokens/generated", "tokens/trained"), 0)
   totals |= dict.fromkeys(("overlap/ticks", "score/tiles"), 0)
@@ -217,6 +240,7 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
       prompt_of=s.prompt_of,
       version=step,
     )
+    num_in_flight = int(in_flight.in_flight.sum())
     in_flight, on_device, done = overlap.rollout(
       fns,
       in_flight,
@@ -256,13 +280,13 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
       done,
       delta=extra,
       chunk_size=chunk_size,
-      in_flight=sizes.batch_size + extra,
+      in_flight=num_in_flight,
     )
     row |= timers.take() | {"time/step_s": step_s}
     totals = {k: v + row[k] for k, v in totals.items()}
     for writer in files.rows:
       writer.write(row)
-    for i in range(min(config.log.rollouts_per_step, len(texts))):
+    for i in report.spread(len(texts), config.log.rollouts_per_step):
       files.rollouts.write(
         report.rollout_row(
           step, batch, i, s.examples[s.row_of(batch.uid[i])].prompt, texts[i]
@@ -283,7 +307,6 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
   with checkpoint.stage(workdir / "params") as folder:
     for name, tree in state.params.items():
       checkpoint.save_params(folder / f"{name}.safetensors", tree)
-  files.close()
   summary = {
     "steps": config.num_steps,
     "arm": config_lib.arm_name(config.overlap.intra, config.overlap.inter),
@@ -311,27 +334,52 @@ def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
     say(line)
 
 
+def explain(e: Exception, argv: list[str]) -> str:
+  """One line for what absl and ml_collections say of a flag in many."""
+  # KeyErrors carry the repr of a text: undone.
+  text = str(e.args[0]).replace("\\n", "\n").replace("\\'", "'")
+  lines = [line.strip() for line in text.splitlines() if line.strip()]
+  name = re.fullmatch(r"[\"']*(\w+)[\"']*", lines[0])
+  if isinstance(e, AttributeError | KeyError) and name:
+    key = rf"--?(no)?config\.(\w+\.)*{name[1]}(\.|=|$)"
+    where = [arg for arg in argv if re.match(key, arg)] or [name[1]]
+    meant = re.search('Did you mean "(.+?)"', text)
+    hint = f"; did you mean {meant[1]!r}?" if meant else ""
+    return f"{where[0]}: unknown key{hint}"
+  return lines[-1].removeprefix("ValueError: ")
+
+
 def parse_flags(argv: list[str]) -> list[str]:
-  """Flags, with one line instead of a traceback for an unknown config key."""
+  """Flags; says what is wrong with them in one line."""
   try:
-    return app.parse_flags_with_usage(argv)
-  except (AttributeError, KeyError, TypeError) as e:
-    sys.exit(f"error: config: {' '.join(str(e.args[0]).split())}")
-  except (ValueError, FileNotFoundError) as e:
-    sys.exit(f"error: {e}")
+    rest = flags.FLAGS(argv)
+    _CONFIG.value.lock()  # a missing file is only noticed when it is read
+  except (flags.Error, LookupError, AttributeError, OSError, ValueError) as e:
+    line = explain(e, argv)
+    if re.match(r"\w+Error: ", line):  # not bad input: a bug in a config file
+      raise
+    sys.exit(f"error: {line}")
+  if flags.FLAGS["verbosity"].using_default_value:
+    flags.FLAGS.verbosity = logging.WARNING
+  return rest
 
 
 def main(argv: list[str]) -> None:
+  """Checks what was asked for, and trains."""
   try:
     if len(argv) > 1:
       raise ValueError(f"unknown arguments {argv[1:]}")
+    if not _WORKDIR.value:
+      raise ValueError("--workdir='': must be a folder")
     config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
     config_lib.validate(config)
     if (workdir / "summary.json").exists():
       raise ValueError(f"--workdir={workdir}: holds a finished run already")
     train(config, workdir)
-  except (ValueError, OSError) as e:
-    sys.exit(f"error: {e}")
+  except (ValueError, OSError, ImportError) as e:
+    if logging.level_debug():
+      raise
+    sys.exit(f"error: {' '.join(str(e).split())}")
 
 
 if __name__ == "__main__":

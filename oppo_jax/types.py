@@ -5,9 +5,10 @@ Axis letters, the same in the whole package:
 
   S slots (rows in flight)    B rows of a batch       M rows of a minibatch
   G responses per prompt      P max prompt length     R max response length
-  L = P + R                   C decode chunk          T tile
+  L = P + R                   C decode chunk          T tokens of a tile
   V vocabulary                D width                 H heads
-  K key/value heads           N layers
+  K key/value heads           N layers                Q tiles per call
+  W width of a packed row     E epochs per update
 
 Rows are left-packed: prompt, then response, from column 0, right padding.
 Cache index = position = column. A prompt of 3 and 2 response tokens so far:

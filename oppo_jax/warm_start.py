@@ -16,7 +16,7 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -26,6 +26,7 @@ from oppo_jax import (
   checkpoint,
   evaluate,
   flight,
+  keys,
   metrics,
   stream,
   supervised,
@@ -77,38 +78,49 @@ def run(
     workdir: stages are cached in its folder `stages`.
     log: takes one line of text.
   """
-  key = jax.random.key(config.seed)
-  fresh = {
-    "policy": parts.policy.init(jax.random.fold_in(key, 0)),
-    "scalar": parts.scalar.init(jax.random.fold_in(key, 1)),
+  init = lambda model, what: model.init(keys.named(config.seed, what))
+  section = config.warm_start
+  # What a stage depends on; a later stage adds to it.
+  depends_on = {
+    k: config[k]
+    for k in ("seed", "task_name", "task", "tokenizer", "model_name", "model")
   }
-  cached = functools.partial(_cached, config, workdir=workdir, log=log)
-  sft = config.warm_start.sft
-  policy = fresh["policy"]
-  if sft.num_steps:
+  limits = ("max_prompt_len", "max_response_len", "long_prompts")
+  depends_on |= {k: config.rollout[k] for k in limits}
+  cached = functools.partial(_cached, workdir=workdir, log=log)
+
+  policy = init(parts.policy, "init_policy")
+  scalar = init(parts.scalar, "init_reward")
+  if section.sft.num_steps:
+    depends_on["sft"] = section.sft
+    start = policy
     policy = cached(
-      "sft", policy, lambda: fit_policy(config, parts, policy, log=log)
+      "sft",
+      depends_on,
+      start,
+      lambda: fit_policy(config, parts, start, log=log),
     )
-  # The reward model starts from the trunk of the policy, with its own head.
-  trunk = {**policy, **{"out": fresh["scalar"]["out"]}}
-  reward = trunk if sft.num_steps else fresh["scalar"]
-  if config.warm_start.reward_model.num_steps:
-    start = reward
+    # The reward model starts from the policy's trunk, with its own head.
+    scalar = {**policy, "out": scalar["out"]}
+  reward = scalar
+  if section.reward_model.num_steps:
+    depends_on["reward_model"] = section.reward_model
+    sampling = ("temperature", "top_k", "top_p")
+    depends_on |= {k: config.rollout[k] for k in sampling}
     reward = cached(
       "reward_model",
-      reward,
-      lambda: fit_reward_model(config, parts, policy, start, log=log),
+      depends_on,
+      scalar,
+      lambda: fit_reward_model(config, parts, policy, scalar, log=log),
     )
   is_random = config.critic.init == "random"
-  critic = (
-    parts.scalar.init(jax.random.fold_in(key, 2)) if is_random else reward
-  )
+  critic = init(parts.scalar, "init_critic") if is_random else reward
   return {"policy": policy, "reward": reward, "critic": critic}
 
 
 def _cached(
-  config: ml_collections.ConfigDict,
   name: str,
+  depends_on: dict[str, Any],
   like: types.Params,
   make: Callable[[], types.Params],
   *,
@@ -116,13 +128,8 @@ def _cached(
   log: Log,
 ) -> types.Params:
   """Loads the stage if it was made with these settings, else makes it."""
-  parts = ("seed", "task_name", "task", "tokenizer", "model_name", "model")
-  parts += ("warm_start", "rollout")
-  depends_on = {k: config[k] for k in parts}
-  text = json.dumps(
-    json.loads(ml_collections.ConfigDict(depends_on).to_json_best_effort()),
-    sort_keys=True,
-  )
+  text = ml_collections.ConfigDict(depends_on).to_json_best_effort()
+  text = json.dumps(json.loads(text), sort_keys=True)
   digest = hashlib.sha256(text.encode()).hexdigest()[:12]
   folder = workdir / "stages" / f"{name}-{digest}"
   path = folder / "params.safetensors"
@@ -171,12 +178,12 @@ def fit_policy(
   examples = parts.task.prompts("train")
   limit = config.rollout.max_response_len
   rng = np.random.default_rng((config.seed, 3))
-  is_spoiled = rng.random(len(parts.prompts.rows)) < section.spoiled
+  is_terse = rng.random(len(parts.prompts.rows)) < section.terse
   items = []
   for i, row in enumerate(parts.prompts.rows):
     solution = examples[row].solution
-    if is_spoiled[i]:
-      solution = parts.task.corrupt(examples[row], rng)
+    if is_terse[i]:
+      solution = parts.task.terse(examples[row])
     response = [*parts.tokens.encode(solution), parts.tokens.eos_id]
     if solution and len(response) <= limit:
       items.append((_text(parts, i, response),))
@@ -216,7 +223,7 @@ def sampled_pairs(
     parts.sampler,
     policy,
     [parts.prompts.tokens[i] for i in range(num) for _ in range(k)],
-    run_key=jax.random.fold_in(jax.random.key(config.seed), 3),
+    run_key=keys.named(config.seed, "sample_pairs"),
   )
   pairs = []
   for i in range(num):

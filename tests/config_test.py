@@ -1,94 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `config.validate` refuses, and how it says so."""
+"""What `config.validate` refuses, and that every config of ours passes it."""
 
+import dataclasses
+import functools
+import importlib
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from oppo_jax import chunking, config, delta, stream
-from oppo_jax.algos import optim
+from configs import common
+from oppo_jax import (
+  algos,
+  assemble,
+  chunking,
+  config,
+  delta,
+  models,
+  ops,
+  packing,
+  rewards,
+  stream,
+  supervised,
+)
+from oppo_jax.algos import optim, ppo, ppo_config
+
+CONFIGS = pathlib.Path(common.__file__).parent
 
 
 def base():
-  """A config that `validate` accepts."""
-  return ConfigDict(
-    dict(
-      seed=0,
-      num_steps=3,
-      task_name="arithmetic",
-      task=dict(max_ops=3),
-      tokenizer=dict(kind="char", vocab_size=0, path=""),
-      model_name="transformer",
-      model=dict(
-        num_layers=2,
-        width=32,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        mlp_dim=64,
-        rope_theta=10_000.0,
-        norm_eps=1e-6,
-        qkv_bias=False,
-        qk_norm=False,
-        tie_embeddings=True,
-        dtype="float32",
-        attention_block=0,
-        remat=False,
-      ),
-      critic=dict(init="reward"),
-      warm_start=dict(
-        sft=dict(num_steps=10, lr=1e-3), reward_model=dict(num_steps=10)
-      ),
-      rollout=dict(
-        batch_size=8,
-        max_prompt_len=16,
-        max_response_len=48,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        long_prompts="refuse",
-        target_lengths_path="",
-        decode_loop="auto",
-      ),
-      score=dict(tile_rows=4, tile_len=16, logprob_chunk=64),
-      reward=dict(model_weight=1.0, rule_weight=0.0),
-      overlap=dict(
-        intra="chunk",
-        inter="resume",
-        max_staleness=2,
-        policy_cache="recompute",
-        critic_cache="recompute",
-        chunk=dict(
-          kind="fixed", size=8, sizes=(4, 8), period=10, replay_path=""
-        ),
-        delta=dict(
-          kind="fixed",
-          init=2,
-          min=0,
-          max=4,
-          window=5,
-          step=1,
-          dead_band=2.0,
-        ),
-      ),
-      algo_name="ppo",
-      algo=dict(num_minibatches=2, clip_eps=0.2),
-      optim=dict(
-        policy_lr=1e-3,
-        critic_lr=1e-3,
-        schedule="constant",
-        warmup_steps=0,
-        clip_norm=1.0,
-        b1=0.9,
-        b2=0.999,
-        eps=1e-8,
-        weight_decay=0.0,
-        pack_width=0,
-        micro_rows=4,
-      ),
-      eval=dict(num_prompts=8, every=0),
-      log=dict(rollouts_per_step=1, tensorboard=False),
-    )
-  )
+  """A small config that `validate` accepts; every key there is."""
+  c = common.base(arm="oppo")
+  c.num_steps = 3
+  c.rollout.update(batch_size=8, max_prompt_len=16, max_response_len=48)
+  c.overlap.chunk.update(size=8, sizes=(4, 8), period=10)
+  c.overlap.delta.update(kind="fixed", init=2, max=4, window=5, step=1)
+  c.algo.num_minibatches = 2
+  c.warm_start.sft.update(num_steps=10, width=64)
+  return c
 
 
 def changed(**overrides):
@@ -120,23 +73,26 @@ def at(c, prefix):
   return c
 
 
-OPEN = {"task.", "algo.", "warm_start.sft.", "warm_start.reward_model."}
-CLOSED = sorted(set(sections(base())) - OPEN)
-REQUIRED = sorted(
-  {"task", "algo", "warm_start.reward_model", "model", "overlap.delta"}
-  | {k for k in leaves(base()) if k in config.SCHEMA}
-)
+CLOSED = sorted(set(sections(base())) - {"task."})
+KEYS = [key for key in leaves(base()) if not key.startswith("task.")]
+REQUIRED = ["task", "algo", "warm_start", "model", "overlap.delta", *KEYS]
 
 
 def test_the_base_config_is_accepted():
   config.validate(base())
 
 
-def test_every_key_of_the_schema_is_in_the_base_config():
-  c = base()
-  for key in config.SCHEMA:
-    *prefix, name = key.split(".")
-    assert name in at(c, ".".join([*prefix, ""])), key
+def test_the_schema_has_the_keys_of_the_configs_and_no_others():
+  known = {k for k, rule in config.SCHEMA.items() if rule != config.SECTION}
+  assert known | {f"algo.{k}" for k in config.PPO} == set(KEYS)
+
+
+@pytest.mark.parametrize(
+  ("names", "cls"),
+  [(config.PPO, ppo.PPOConfig), (config.FIT, supervised.FitConfig)],
+)
+def test_the_schema_has_the_fields_of_the_dataclass_they_go_to(names, cls):
+  assert set(names) == {field.name for field in dataclasses.fields(cls)}
 
 
 @pytest.mark.parametrize(
@@ -149,8 +105,11 @@ def test_every_key_of_the_schema_is_in_the_base_config():
     ("rollout.top_p", 0.1),
     ("critic.init", "random"),
     ("task.anything", [1, 2]),
-    ("warm_start.sft.anything", "x"),
+    ("warm_start.sft.terse", 1.0),
+    ("warm_start.reward_model.rows", 2),
     ("algo.num_minibatches", 8),
+    ("algo.denominator", "behavior"),
+    ("algo.lam", 0.0),
   ],
 )
 def test_values_at_the_edge_are_accepted(key, value):
@@ -178,7 +137,14 @@ BAD = {
   "critic.init": ["zeros"],
   "warm_start.sft": [1],
   "warm_start.sft.num_steps": [-1, 1.0],
+  "warm_start.sft.rows": [0],
+  "warm_start.sft.terse": [-0.1, 1.1, 1],
+  "warm_start.sft.lr": [-1e-3],
   "warm_start.reward_model.num_steps": [-1],
+  "warm_start.reward_model.rows": [1],
+  "warm_start.reward_model.num_prompts": [0],
+  "warm_start.reward_model.num_samples": [0],
+  "warm_start.reward_model.num_spoiled": [-1],
   "rollout.batch_size": [0, True, 8.0],
   "rollout.max_prompt_len": [0],
   "rollout.max_response_len": [0],
@@ -209,8 +175,18 @@ BAD = {
   "overlap.delta.window": [0],
   "overlap.delta.step": [0],
   "overlap.delta.dead_band": [-0.5],
-  "algo_name": [""],
+  "algo_name": ["", "grpo", 3],
   "algo.num_minibatches": [0, 3, 2.0],
+  "algo.clip_eps": [0.0, 1],
+  "algo.lam": [1.1],
+  "algo.kl_coef": [-0.1],
+  "algo.kl_estimator": ["k4"],
+  "algo.kl_loss_estimator": ["K1"],
+  "algo.whiten_rewards": [1],
+  "algo.whitening": ["batch"],
+  "algo.score_position": ["first"],
+  "algo.num_epochs": [0],
+  "algo.denominator": ["old", "start"],
   "optim.policy_lr": [-1e-3, 0],
   "optim.schedule": ["step"],
   "optim.warmup_steps": [-1],
@@ -317,6 +293,26 @@ def test_a_missing_key_is_named(key):
       {"optim.pack_width": 60},
       {"rollout.max_response_len": 44},
     ),
+    (
+      "warm_start.sft.width",
+      {"rollout.max_response_len": 49},
+      {"warm_start.sft.num_steps": 0},
+    ),
+    (
+      "algo.denominator",
+      {"model.dtype": "bfloat16", "algo.denominator": "behavior"},
+      {"algo.denominator": "auto"},
+    ),
+    (
+      "algo.denominator",
+      {"algo.denominator": "start"},
+      {"overlap.inter": "none"},
+    ),
+    (
+      "algo.denominator",
+      {"algo.denominator": "start"},
+      {"algo.denominator": "decoupled"},
+    ),
   ],
 )
 def test_values_that_do_not_go_together_are_refused(broken, changes, mended):
@@ -332,8 +328,18 @@ def test_the_schema_offers_what_the_modules_have():
     ("overlap.chunk.kind", chunking.RULES),
     ("optim.schedule", optim.SCHEDULES),
     ("rollout.long_prompts", stream.LONG_PROMPTS),
+    ("model_name", models.MODELS),
+    ("algo_name", algos.ALGOS),
   ):
     assert config.SCHEMA[key].expected == f"one of {tuple(names)}"
+  for key, names in (
+    ("denominator", ("auto", *ppo_config.DENOMINATORS)),
+    ("kl_estimator", ops.KL_ESTIMATORS),
+    ("kl_loss_estimator", ops.KL_ESTIMATORS),
+    ("whitening", ops.WHITENINGS),
+    ("score_position", rewards.SCORE_POSITIONS),
+  ):
+    assert config.PPO[key].expected == f"one of {tuple(names)}"
 
 
 @pytest.mark.parametrize(
@@ -418,3 +424,167 @@ def test_a_bad_config_argument_is_named(arg, complaint):
 def test_a_bare_word_is_refused_where_none_is_expected():
   with pytest.raises(ValueError, match="unknown word 'oppo'"):
     config.parse_arg("oppo", delta=2)
+
+
+@pytest.mark.parametrize(
+  ("dtype", "denominator", "expected"),
+  [
+    ("float32", "auto", "behavior"),
+    ("bfloat16", "auto", "decoupled"),
+    ("float32", "decoupled", "decoupled"),
+    ("bfloat16", "tis", "tis"),
+  ],
+)
+def test_the_denominator_follows_the_dtype_unless_it_is_named(
+  dtype, denominator, expected
+):
+  c = changed(**{"model.dtype": dtype, "algo.denominator": denominator})
+  config.validate(c)
+  assert config.algo(c) == c.algo.to_dict() | dict(denominator=expected)
+
+
+# Every config file, in every shape it has.
+
+VARIANTS = {
+  "ablation": [*config.ARMS, *(f"preset={p}" for p in ppo.PRESETS)],
+  "quickstart": [*config.ARMS, *(f"preset={p}" for p in ppo.PRESETS)],
+  "gsm8k": [
+    f"{size},{choice}"
+    for size in ("tiny", "small")
+    for choice in (
+      *(f"arm={arm}" for arm in config.ARMS),
+      *(f"preset={preset}" for preset in ppo.PRESETS),
+    )
+  ],
+}
+FILES = sorted(p.stem for p in CONFIGS.glob("*.py"))
+FILES = [name for name in FILES if name not in ("__init__", "common")]
+
+
+def load(name, arg=None):
+  return importlib.import_module(f"configs.{name}").get_config(arg)
+
+
+@pytest.mark.parametrize(
+  ("name", "arg"),
+  [(name, arg) for name in FILES for arg in (None, *VARIANTS.get(name, ()))],
+)
+def test_every_config_is_valid(name, arg):
+  c = load(name, arg)
+  config.validate(c)
+  chosen = dict(part.partition("=")[::2] for part in (arg or "").split(","))
+  arm = chosen.get("arm") or next(iter(chosen))
+  arm = arm if arm in config.ARMS else "oppo"
+  assert config.arm_name(c.overlap.intra, c.overlap.inter) == arm
+  preset = ppo.PRESETS[chosen.get("preset", "openrlhf")]
+  assert c.algo.kl_coef == preset["kl_coef"]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_config_file_refuses_what_it_does_not_know(name):
+  for arg in ("no_such_word", "preset=no_such_preset", "no_such_key=1"):
+    with pytest.raises(ValueError, match="no_such"):
+      load(name, arg)
+
+
+def arithmetic_rows(c, tmp_path):
+  c.task.update(num_train=50, num_test=10)
+
+
+def gsm8k_rows(c, tmp_path):
+  for split in ("train", "test"):
+    rows = [
+      dict(question=f"What is {i} + {i}?", answer=f"Two {i}.\n#### {2 * i}")
+      for i in range(40)
+    ]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / f"{split}.jsonl").write_text("".join(lines))
+  c.task.data_dir = str(tmp_path)
+
+
+ROWS = {"arithmetic": arithmetic_rows, "gsm8k": gsm8k_rows}
+TRACED = [
+  *((name, None, {}) for name in FILES),
+  ("gsm8k", "tiny", {}),
+  ("ablation", "restart,preset=trl", {}),
+  ("ablation", "preset=verl", {"model.dtype": "bfloat16"}),
+  ("ablation", "oppo", {"rollout.decode_loop": "fori"}),
+]
+
+
+@pytest.mark.parametrize(("name", "arg", "overrides"), TRACED)
+def test_every_config_traces(name, arg, overrides, tmp_path):
+  """Shapes and dtypes of everything that is jitted fit together."""
+  c = load(name, arg)
+  c.update_from_flattened_dict(overrides)
+  config.validate(c)
+  ROWS[c.task_name](c, tmp_path)
+  s = assemble.setup(c, tmp_path, log=lambda line: None)
+  fns, sizes = s.fns, s.fns.sizes
+  shape = jax.eval_shape
+
+  buffer, cache, scorers = shape(fns.init)
+  num, row_len = buffer.tokens.shape
+  assert (num, row_len) == (config.num_slots(c), config.row_len(c))
+  ints = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.int32)
+  version, run_key = ints(), shape(lambda: jax.random.key(0))
+  prompts = ints(num, c.rollout.max_prompt_len)
+  row = ints(num)
+  assert shape(fns.admit, buffer, row, prompts, row, row, version) == buffer
+
+  policy = shape(s.parts.policy.init, run_key)
+  scalar = shape(s.parts.scalar.init, run_key)
+  in_use = dict(
+    policy=shape(fns.cast, policy),
+    reference=shape(fns.cast, policy),
+    reward=shape(fns.cast, scalar),
+    critic=shape(fns.cast, scalar),
+  )
+  tile = ints(sizes.tile.rows)
+  tiles = (buffer.tokens, tile, tile)
+  assert shape(fns.prefill, in_use["policy"], cache, *tiles) == cache
+  decode = functools.partial(fns.decode_chunk, chunk_size=c.overlap.chunk.size)
+  rolled = shape(decode, in_use["policy"], buffer, cache, version, run_key)
+  assert rolled[:2] == (buffer, cache)
+  assert set(fns.append) == s.algorithm.scorers
+  for scorer, append in fns.append.items():
+    after = shape(append, in_use[scorer], scorers[scorer], *tiles)
+    assert after == scorers[scorer], scorer
+  outputs = {k: v.outputs for k, v in scorers.items()}
+  after, batch = shape(fns.harvest, buffer, outputs, version)
+  assert after == buffer
+  r = c.rollout
+  assert batch.responses.shape == (r.batch_size, r.max_response_len)
+
+  state = shape(s.algorithm.init, dict(policy=policy, critic=scalar))
+  plan = packing.plan(
+    np.full(r.batch_size, row_len),
+    order_seed=(0, 0),
+    num_epochs=c.algo.num_epochs,
+    num_minibatches=c.algo.num_minibatches,
+    width=c.optim.pack_width or row_len,
+    micro_rows=c.optim.micro_rows,
+  )
+  after, seen = shape(fns.update, state, batch, plan)
+  assert after == state
+  assert {x.dtype for x in seen.values()} == {jnp.dtype("float32")}
+
+  learn = functools.partial(
+    supervised.language_model_loss,
+    model=s.parts.policy,
+    logprob_chunk=c.score.logprob_chunk,
+  )
+  prefer = functools.partial(supervised.preference_loss, model=s.parts.scalar)
+  for stage, loss, params, num_texts in (
+    (c.warm_start.sft, learn, policy, 1),
+    (c.warm_start.reward_model, prefer, scalar, 2),
+  ):
+    text = supervised.Text(np.ones(9, np.int32), 4)
+    packed = supervised.pack(
+      iter([(text,) * num_texts]),
+      rows=stage.rows,
+      width=stage.width,
+      num_items=1,
+    )
+    value, _ = shape(loss, params, packed)
+    assert value.shape == ()

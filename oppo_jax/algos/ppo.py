@@ -4,7 +4,7 @@
 The whole algorithm, from a harvested batch to new parameters: Schulman et al.
 2017 (arXiv 1707.06347) with the per-token KL reward of Ziegler et al. 2019
 (arXiv 1909.08593). Knows nothing of slots, chunks or deferral: what those leave
-behind is that a token's behaviour log-prob may be several versions old.
+behind is that a token's behavior log-prob may be several versions old.
 """
 
 import functools
@@ -53,7 +53,7 @@ def make_targets(
 ) -> Targets:
   """Scores and log-probs -> rewards -> advantages and returns.
 
-  The KL is taken between the denominator and the reference: where behaviour
+  The KL is taken between the denominator and the reference: where behavior
   log-probs come from another program than the reference's (decode steps in
   bfloat16), "start" and "decoupled" keep it exactly 0 for equal models.
   """

@@ -238,7 +238,9 @@ class Decoder(nn.Module):
   def setup(self):
     c = self.config
     self.embedding = self.param(
-      "embedding", nn.initializers.normal(0.02), (c.vocab_size, c.width)
+      "embedding",
+      nn.initializers.normal(c.width**-0.5),  # tied logits of order one
+      (c.vocab_size, c.width),
     )
     block = nn.remat(Block) if c.remat else Block
     self.layers = [block(c, name=f"layer_{i}") for i in range(c.num_layers)]

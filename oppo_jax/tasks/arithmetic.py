@@ -35,8 +35,8 @@ import numpy as np
 
 from oppo_jax.tasks import base, rows
 
-OPS_MEDIAN = 3.5  # of the log-normal number of operations
-OPS_SIGMA = 0.75
+OPS_MEDIAN = 2.5  # of the log-normal number of operations
+OPS_SIGMA = 0.9
 TEST_SHARE = 8  # one prompt in this many belongs to the test split
 
 _APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
@@ -124,7 +124,7 @@ def make(
     base.check_split(split)
     return load()[split]
 
-  return base.Task("arithmetic", prompts, reward, corrupt)
+  return base.Task("arithmetic", prompts, reward, terse, corrupt)
 
 
 def problem(
@@ -158,6 +158,11 @@ def reward(example: base.Example, response: str) -> float:
   """1.0 if what follows the last `#` is the answer and nothing else."""
   _, mark, tail = response.rpartition("#")
   return float(bool(mark) and tail.strip() == example.answer)
+
+
+def terse(example: base.Example) -> str:
+  """The answer alone: right, but few can tell it without working it out."""
+  return f"#{example.answer}"
 
 
 def check_steps(text: str) -> float:

@@ -36,6 +36,7 @@ class Task:
     name: key in `tasks.TASKS`.
     prompts: split -> examples, in an order that never changes.
     reward: (example, response text) -> [0, 1]; 1 = the final answer is right.
+    terse: example -> a right response that shows no work.
     corrupt: (example, rng) -> a plausible wrong solution, for preference pairs;
       None where the task cannot make one.
   """
@@ -43,6 +44,7 @@ class Task:
   name: str
   prompts: Callable[[str], Sequence[Example]]
   reward: Callable[[Example, str], float]
+  terse: Callable[[Example], str]
   corrupt: Callable[[Example, np.random.Generator], str] | None
 
   def corpus(self, n: int) -> list[str]:

@@ -65,7 +65,7 @@ def make(*, data_dir: str | os.PathLike, cache_dir: str | os.PathLike):
     base.check_split(split)
     return load()[split]
 
-  return base.Task("gsm8k", prompts, reward, corrupt=None)
+  return base.Task("gsm8k", prompts, reward, terse, corrupt=None)
 
 
 def example(question: str, answer: str) -> base.Example:
@@ -81,6 +81,11 @@ def reward(example: base.Example, response: str) -> float:
   """1.0 if the response's final number is the answer, as numbers."""
   said = final_number(response)
   return float(said is not None and said == final_number(example.answer))
+
+
+def terse(example: base.Example) -> str:
+  """The last line of a solution alone."""
+  return f" #### {example.answer}"
 
 
 def final_number(text: str) -> Fraction | None:
