@@ -14,7 +14,7 @@ from oppo_jax import config as config_lib
 def get_config(arg=None):
   arg = config_lib.parse_arg(arg, word="oppo", preset="openrlhf")
   config = common.base(arm=arg.word, preset=arg.preset)
-  config.num_steps = 80
+  config.num_steps = 60
   config.model.rope_theta = 30.0  # short rows
   # Half of the demonstrations give the answer without the work. The policy
   # learns to do so too, and is mostly wrong then; PPO is to find that out.
@@ -25,9 +25,8 @@ def get_config(arg=None):
   # it gets a twentieth of the weight of the rule.
   config.reward = dict(model_weight=0.05, rule_weight=1.0)
   config.critic.init = "random"
-  config.optim.policy_lr = 1e-4
-  config.optim.critic_lr = 1e-3
-  config.optim.warmup_steps = 10
+  config.optim.update(policy_lr=2.5e-4, critic_lr=1e-3)
+  config.optim.update(warmup_steps=10, schedule="linear")
   config.algo.update(lam=1.0, num_epochs=2, num_minibatches=2)
   config.overlap.delta.update(init=16, max=48, step=4)
   return config

@@ -17,8 +17,8 @@ import pytest
 from safetensors import numpy as safetensors
 
 from configs import ablation, gsm8k
-from oppo_jax import metrics, train
 from oppo_jax import config as config_lib
+from oppo_jax import metrics, train
 
 ROOT = pathlib.Path(train.__file__).parents[1]
 

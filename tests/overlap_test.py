@@ -7,7 +7,6 @@ A run here is real PPO on a tiny transformer, with deferrals.
 
 import functools
 
-import fakes
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -17,7 +16,7 @@ import pytest
 import tiny
 from compare import assert_close, assert_exact
 
-from oppo_jax import decode, flight, metrics, overlap, packing
+from oppo_jax import flight, metrics, overlap, packing
 from oppo_jax.algos import microbatch, ppo
 
 NUM_STEPS = 7
@@ -94,7 +93,7 @@ def test_slots_change_no_bit(setup, streamed, order):
 
 
 def test_the_form_of_the_decode_loop_changes_no_bit(setup, streamed):
-  same(train(tiny.variant(setup, decode_loop="fori")), streamed)
+  same(train(tiny.variant(decode_loop="fori")), streamed)
 
 
 def test_streaming_changes_no_bit_of_the_first_gradient(setup, streamed):
@@ -180,16 +179,16 @@ def test_delta_0_is_plain_ppo(serial):
 @pytest.mark.parametrize(
   "changes",
   [
-    dict(max_staleness=2),
+    dict(),
     dict(max_staleness=-1),
     dict(restarts=True),
     dict(keep_policy_cache=True, keep_critic_cache=True),
   ],
-  ids=lambda changes: ",".join(changes),
+  ids=lambda changes: ",".join(changes) or "resume",
 )
 def test_delta_0_is_the_serial_baseline_bit_for_bit(setup, serial, changes):
-  arm = tiny.variant(setup, **changes)
-  same(train(arm, intra="chunk", delta=lambda step: 0), serial)
+  arm = tiny.variant(**changes)
+  same(train(arm, delta=lambda step: 0), serial)
 
 
 def test_the_first_ratio_of_a_step_is_one(serial):
@@ -269,7 +268,7 @@ def test_a_row_is_a_function_of_seed_uid_and_policy_versions(
         drawn = redraw(batch.uid, batch.prompt_len + t, logits[:, t])
         assert_exact(np.asarray(drawn)[is_its], batch.responses[:, t][is_its])
         draws += is_its.sum()
-  assert draws == sum(b.mask.sum() for b in streamed.batches) > 200
+  assert draws == sum(b.mask.sum() for b in streamed.batches) > 150
 
 
 def test_values_are_those_of_the_critic_before_the_update(streamed, versions):
@@ -326,7 +325,7 @@ def test_a_rollout_counts_what_it_did(streamed):
   assert generated == on_the_way + sum(b.mask.sum() for b in streamed.batches)
   assert sum(r.ticks for r in streamed.rollouts) == state.tick
   for rollout in streamed.rollouts:
-    # Chunks of 5 ticks. A chunk that ends on the very last tick says so itself.
+    # Chunks of 5 ticks; a look is needed even where nothing was to be decoded.
     assert rollout.chunks == max(1, -(-rollout.ticks // 5))
 
 
@@ -352,49 +351,6 @@ def forced(lengths):
   return lambda uid: tiny.prompt_of(uid, lengths[uid % len(lengths)])
 
 
-@functools.lru_cache
-def light(max_staleness, group_size=1):
-  """A loop without scorers and updates, over a model that costs nothing."""
-  model = fakes.EmbeddingModel(tiny.VOCAB, 4, 24, is_lm=True)
-  fns = overlap.make_fns(
-    sizes=tiny.SIZES._replace(
-      max_staleness=max_staleness, group_size=group_size
-    ),
-    sampling=tiny.SAMPLING,
-    policy=model,
-    scorers={},
-    algorithm=None,
-  )
-  return fns, {"policy": model.init(jax.random.key(0))}
-
-
-def roll(fns, params, *, deltas, prompt_of, chunk_size=6):
-  """One rollout per delta; between them only the version changes."""
-  run = tiny.Run([], {}, [], [], flight.init(fns))
-  for step, delta in enumerate(deltas):
-    state = flight.admit(
-      fns,
-      run.in_flight,
-      num_in_flight=BATCH_SIZE + delta,
-      prompt_of=prompt_of,
-      version=step,
-    )
-    state, batch, done = overlap.rollout(
-      fns,
-      state,
-      params,
-      version=step,
-      run_key=jax.random.key(3),
-      chunk_size=chunk_size,
-      intra="chunk",
-      timers=metrics.Timers(),
-    )
-    run.in_flight = flight.after_update(fns, state)
-    run.batches.append(metrics.fetch(batch))
-    run.rollouts.append(done)
-  return run
-
-
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(
   lengths=st.lists(st.integers(1, 17), min_size=1, max_size=15),
@@ -406,11 +362,11 @@ def test_no_row_is_lost_doubled_or_starved(
   lengths, deltas, max_staleness, chunk_size
 ):
   prompt_of = forced(lengths)
-  run = roll(
-    *light(max_staleness),
+  run = tiny.roll(
+    tiny.light_loop(max_staleness=max_staleness),
     deltas=deltas,
     prompt_of=prompt_of,
-    chunk_size=chunk_size,
+    chunk_sizes=[chunk_size] * len(deltas),
   )
   check_nobody_is_lost(run, max_staleness)
   for batch in run.batches:
@@ -421,36 +377,42 @@ def test_no_row_is_lost_doubled_or_starved(
 def long_row_run(max_staleness):
   """uid 0 has 17 tokens to say, all others 2."""
   target_len = lambda uid: 17 if uid == 0 else 2
-  return roll(
-    *light(max_staleness),
+  return tiny.roll(
+    tiny.light_loop(max_staleness=max_staleness),
     deltas=(4,) * 9,
     prompt_of=lambda uid: tiny.prompt_of(uid, target_len(uid)),
+    chunk_sizes=(6,) * 9,
   )
 
 
 def test_a_starving_row_is_waited_for():
   run = long_row_run(max_staleness=2)
-  # Rows 1 to 7 are ready at tick 2; the next batch finds 3 of them ready and
-  # needs 2 ticks for a fourth. Then uid 0, with 4 tokens, has been deferred
-  # twice: 13 ticks more, for it alone.
+  # Step 0: rows 1 to 7 are done at tick 2; 1 2 3 4 leave, 5 6 7 are ready.
+  # Step 1: 8 9 10 11 come in and are done 2 ticks later; 5 6 7 8 leave.
+  # Step 2: uid 0 has 4 of its 17 tokens and has been deferred twice. It needs
+  # 13 ticks more, and leaves first; then 9 10 11.
   assert [r.ticks for r in run.rollouts[:3]] == [2, 2, 13]
-  assert [0 in b.uid for b in run.batches[:3]] == [False, False, True]
-  # Nobody is left behind it: the buffer was full of finished rows.
-  assert run.batches[2].admitted_at[0] == 0
+  uids = [b.uid.tolist() for b in run.batches[:3]]
+  assert uids == [[1, 2, 3, 4], [5, 6, 7, 8], [0, 9, 10, 11]]
 
 
 def test_without_a_bound_nobody_is_waited_for():
   run = long_row_run(max_staleness=-1)
-  assert run.rollouts[2].ticks <= 2
-  when = [step for step, b in enumerate(run.batches) if 0 in b.uid]
-  assert not when or when[0] > 2
+  # 2 ticks a step; uid 0 has its 17 tokens at the first tick of step 8.
+  assert [r.ticks for r in run.rollouts] == [2] * 8 + [1]
+  assert [0 in b.uid for b in run.batches] == [False] * 8 + [True]
+
+
+def test_a_batch_that_would_split_a_group_is_refused():
+  with pytest.raises(ValueError, match="group_size=3"):
+    tiny.light_loop(group_size=3)
 
 
 # The other arms.
 
 
 def test_restarted_rows_are_strictly_on_policy_and_not_lost(setup):
-  arm = tiny.variant(setup, restarts=True)
+  arm = tiny.variant(restarts=True)
   run = train(arm)
   assert [r.deferred for r in run.rollouts] == list(DELTAS)
   check_nobody_is_lost(run, tiny.SIZES.max_staleness)
@@ -463,31 +425,37 @@ def test_restarted_rows_are_strictly_on_policy_and_not_lost(setup):
 
 
 def test_a_kept_policy_cache_changes_no_bit_with_streaming(setup, streamed):
-  arm = tiny.variant(setup, keep_policy_cache=True)
+  arm = tiny.variant(keep_policy_cache=True)
   run = train(arm)
   check_nobody_is_lost(run, tiny.SIZES.max_staleness)
   same(train(arm, intra="none", chunk_size=lambda step: 2), run)
-  # It is another run: old keys, new queries.
-  assert (
-    not np.array_equal(run.batches[2].sequences, streamed.batches[2].sequences)
-    or (
-      run.batches[2].behavior_logprobs != streamed.batches[2].behavior_logprobs
-    ).any()
-  )
+  # But it is another run: new queries meet old keys.
+  pairs = list(zip(run.batches, streamed.batches))
+  assert_exact(*pairs[0])
+  assert any((a.scores != b.scores).any() for a, b in pairs[1:])
 
 
 def test_a_kept_critic_cache_loses_nobody_and_scores_no_tile_twice(setup):
-  run = train(tiny.variant(setup, keep_critic_cache=True))
+  run = train(tiny.variant(keep_critic_cache=True))
   check_nobody_is_lost(run, tiny.SIZES.max_staleness)
+  assert sum(r.deferred for r in run.rollouts) > 0
   for rollout in run.rollouts:
     assert rollout.tiles["critic"] == rollout.tiles["reward"]
+
+
+@pytest.mark.xfail(
+  strict=True,
+  reason="a kept value is of the critic that ran first: that depends on intra",
+)
+def test_a_kept_critic_cache_changes_no_bit_with_streaming(setup):
+  arm = tiny.variant(keep_critic_cache=True)
+  same(train(arm, intra="none"), train(arm))
 
 
 def test_ratios_to_the_start_of_the_update_are_one_with_deferrals():
   s = tiny.setup(denominator="start")
   assert "policy" in s.fns.append
   run = train(s)
-  assert max(b.token_version.min() for b in run.batches) >= 0
   stale = [
     (b.token_version < step)[b.mask].any() for step, b in enumerate(run.batches)
   ]
@@ -498,7 +466,7 @@ def test_ratios_to_the_start_of_the_update_are_one_with_deferrals():
 
 def test_groups_leave_together(setup):
   # Two responses per group: uids 2k and 2k + 1.
-  arm = tiny.variant(setup, group_size=2)
+  arm = tiny.variant(group_size=2)
   run = train(arm)
   for batch in run.batches:
     pairs = batch.uid.reshape(-1, 2)
@@ -514,21 +482,18 @@ def test_groups_leave_together(setup):
 # When things are dispatched.
 
 
-def dispatches(monkeypatch, s, intra, lengths, chunk_size=4):
-  """Order of events of one rollout, and the tiles run before the batch was
-  complete.
+def dispatches(monkeypatch, s, intra):
+  """What one rollout with chunks of 4 ticks does, in order.
 
-  d = a chunk is dispatched, r = its report is read, s = tiles are dispatched.
+  d = a chunk is dispatched, r = a report is read, s = tiles are dispatched
+  (all scorers and calls of one round are one s).
   """
-  events, early = [], []
+  events = []
 
   def log(event, f):
     def logged(*args, **kwargs):
-      if events[-1:] != [event] or event != "s":
+      if event != "s" or events[-1:] != ["s"]:
         events.append(event)
-      if event == "s":
-        is_real = np.asarray(args[3]) < s.fns.sizes.num_slots
-        early.extend(args[3][is_real].tolist())
       return f(*args, **kwargs)
 
     return logged
@@ -537,50 +502,52 @@ def dispatches(monkeypatch, s, intra, lengths, chunk_size=4):
     decode_chunk=log("d", s.fns.decode_chunk),
     append={k: log("s", f) for k, f in s.fns.append.items()},
   )
-  monkeypatch.setattr(metrics, "fetch", log("r", metrics.fetch))
+  # Prompts of 5 tokens; 4 of 8 rows are done at tick 14: reports at ticks 4, 8,
+  # 12 and 14. Tiles are of 8 tokens, 3 to a call:
+  #
+  #   tick                        4        8       12       14
+  #   row 0   2 tokens         done
+  #   row 2   6                         done
+  #   row 3  10                                  done
+  #   row 4  14                                           done
+  #   length, others              9       13       17       19
+  lengths = (2, 17, 6, 10, 14, 17, 17, 17)
   state = flight.admit(
     fns,
     flight.init(fns),
     num_in_flight=8,
-    prompt_of=forced(lengths),
+    prompt_of=lambda uid: flight.Prompt(np.arange(5) + 9, lengths[uid]),
     version=0,
   )
-  overlap.rollout(
-    fns,
-    state,
-    s.start | s.frozen,
-    version=0,
-    run_key=jax.random.key(3),
-    chunk_size=chunk_size,
-    intra=intra,
-    timers=metrics.Timers(),
-  )
-  monkeypatch.undo()
+  with monkeypatch.context() as patched:
+    patched.setattr(metrics, "fetch", log("r", metrics.fetch))
+    overlap.rollout(
+      fns,
+      state,
+      s.start | s.frozen,
+      version=0,
+      run_key=jax.random.key(3),
+      chunk_size=4,
+      intra=intra,
+      timers=metrics.Timers(),
+    )
   return "".join(events)
 
 
-# The 4th row ends at tick 14: 4 chunks of 4 ticks. Prompts are short, so rows
-# of 8 tokens have their first tile at the second report at the latest.
-LENGTHS = (2, 17, 6, 10, 14, 17, 17, 17)
-
-
 def test_reports_are_read_one_round_late(setup, monkeypatch):
-  # A chunk is always on its way while the host reads the one before; after the
-  # last report one chunk has been dispatched in vain.
-  events = dispatches(monkeypatch, setup, "none", LENGTHS)
-  assert events == "d" + 4 * "dr" + "s"
+  # A chunk is always on its way while the host reads the one before. The last
+  # is dispatched in vain. All tiles run after it.
+  assert dispatches(monkeypatch, setup, "none") == "d" + 4 * "dr" + "s"
 
 
 def test_chunks_are_scored_while_the_next_is_decoded(setup, monkeypatch):
-  events = dispatches(monkeypatch, setup, "chunk", LENGTHS)
-  assert events.startswith("ddr")
-  assert events.count("d") == 5
-  assert events.count("r") == 4
-  # Scoring is dispatched behind a chunk, before the next report is read.
-  assert events in ("ddrsdrsdrsdrs", "ddrdrsdrsdrs")
+  # Report 1: 8 rows have a first tile (a row of 9 tokens; row 0 is done): 2
+  # calls, 2 tiles wait. Report 2: one more, the second of row 2: a call.
+  # Report 3: 6 more. Report 4: the last one of row 4, and no row waits.
+  assert dispatches(monkeypatch, setup, "chunk") == "d" + 4 * "drs"
 
 
 def test_finished_rows_are_scored_while_others_decode(setup, monkeypatch):
-  # Three rows are done by tick 10, the fourth at the end.
-  events = dispatches(monkeypatch, setup, "sequence", LENGTHS)
-  assert events in ("ddrdrsdrsdrs", "ddrdrdrsdrs")
+  # Report 1: one tile of row 0 waits. Report 2: two of row 2: a call. Report 3:
+  # two of row 3 wait. Report 4: three of row 4: all that is left.
+  assert dispatches(monkeypatch, setup, "sequence") == "ddrdrsdrdrs"

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 
+import fakes
 import jax
 import numpy as np
 
@@ -108,10 +109,30 @@ def prompt_of(uid, target_len=0):
   return flight.Prompt(tokens, target_len)
 
 
+def light(head="lm"):
+  """A model without attention, for what is about the loop alone."""
+  return fakes.EmbeddingModel(VOCAB, 4, 24, is_lm=head == "lm")
+
+
 @functools.lru_cache
-def setup(sizes=SIZES, sampling=SAMPLING, denominator="behavior", **changes):
+def light_loop(**changes):
+  """Loop functions without scorers and updates, of other `flight.Sizes`."""
+  fns = overlap.make_fns(
+    sizes=SIZES._replace(**changes),
+    sampling=SAMPLING,
+    policy=light(),
+    scorers={},
+    algorithm=None,
+  )
+  return Setup(fns, None, {"policy": params(light(), 0)}, {})
+
+
+@functools.lru_cache
+def setup(
+  sizes=SIZES, sampling=SAMPLING, denominator="behavior", make_model=model
+):
   """Loop functions, algorithm and starting parameters; compiled once."""
-  policy, scalar = model(**changes), model("scalar", **changes)
+  policy, scalar = make_model("lm"), make_model("scalar")
   algorithm = algos.make(
     "ppo",
     PPO | dict(denominator=denominator),
@@ -138,19 +159,24 @@ def setup(sizes=SIZES, sampling=SAMPLING, denominator="behavior", **changes):
   return Setup(fns, algorithm, start, frozen)
 
 
-def variant(s, **changes):
-  """`s` with other `flight.Sizes`; compiles again what depends on them.
+# Which sizes a function looks at, of those that tests vary.
+LOOKS_AT = {
+  "decode_chunk": {"group_size", "max_staleness", "decode_loop"},
+  "harvest": {"group_size", "max_staleness", "restarts"},
+}
 
-  Only for sizes that decoding and harvesting alone look at.
-  """
+
+@functools.lru_cache
+def variant(**changes):
+  """`setup()` with other sizes; compiles again only what looks at them."""
+  s = setup()
   sizes = s.fns.sizes._replace(**changes)
-  made = setup(sizes)
-  return dataclasses.replace(
-    s,
-    fns=s.fns._replace(
-      decode_chunk=made.fns.decode_chunk, harvest=made.fns.harvest, sizes=sizes
-    ),
-  )
+  made = setup(sizes).fns
+  fns = s.fns._replace(sizes=sizes)
+  for name, fields in LOOKS_AT.items():
+    if fields & changes.keys():
+      fns = fns._replace(**{name: getattr(made, name)})
+  return dataclasses.replace(s, fns=fns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +184,7 @@ class Setup:
   """What a run starts from; `start` and `frozen` are parameters by name."""
 
   fns: flight.Fns
-  algorithm: algos_base.Algorithm
+  algorithm: algos_base.Algorithm | None
   start: dict[str, types.Params]
   frozen: dict[str, types.Params]
 
@@ -185,6 +211,33 @@ class Run:
   def uids(self):
     """Of all batches, in the order in which they were trained on."""
     return np.concatenate([b.uid for b in self.batches]).tolist()
+
+
+def roll(s, *, deltas, prompt_of, chunk_sizes):
+  """One rollout per delta, without updates: only the version changes."""
+  run = Run([], {}, [], [], flight.init(s.fns))
+  for step, (delta, chunk_size) in enumerate(zip(deltas, chunk_sizes)):
+    state = flight.admit(
+      s.fns,
+      run.in_flight,
+      num_in_flight=s.fns.sizes.batch_size + delta,
+      prompt_of=prompt_of,
+      version=step,
+    )
+    state, batch, done = overlap.rollout(
+      s.fns,
+      state,
+      s.start | s.frozen,
+      version=step,
+      run_key=jax.random.key(RUN_KEY_SEED),
+      chunk_size=chunk_size,
+      intra="chunk",
+      timers=metrics.Timers(),
+    )
+    run.in_flight = flight.after_update(s.fns, state)
+    run.batches.append(metrics.fetch(batch))
+    run.rollouts.append(done)
+  return run
 
 
 def train(
