@@ -222,7 +222,7 @@ def test_every_step_has_every_metric(run):
     assert all(np.isfinite(value) for value in row.values())
     assert 0 < row["overlap/slot_fill"] <= 1
     assert 0 <= row["overlap/staleness_mean"] <= row["overlap/staleness_max"]
-    assert row["overlap/staleness_max"] <= 2
+    assert row["overlap/staleness_max"] <= row["overlap/deferrals_max"] <= 2
 
 
 def test_the_summary_adds_up(run):
@@ -404,15 +404,11 @@ def test_a_run_that_was_cut_short_starts_from_its_stages(
 def check_gsm8k(config, workdir):
   config.log.rollouts_per_step = 8
   config.warm_start.sft.num_steps = 4
-  config.eval.num_prompts = 8
   done = finish(config, workdir)
   assert done.summary["steps"] == 3
   assert set(METRICS) <= set(done.rows[-1])
   assert len(done.rollouts) == 3 * 8
   assert done.rollouts[0]["prompt"].startswith("Question: ")
-  for when in ("accuracy_before", "accuracy_after"):
-    assert set(done.summary[when]) == {"greedy", "sampled"}
-    assert all(0 <= x <= 1 for x in done.summary[when].values())
   assert done.summary["tokens_trained"] > 3 * 8
   return done
 
@@ -422,6 +418,7 @@ def test_gsm8k_runs_on_real_rows(tmp_path):
     pytest.skip(f"no GSM8K in {DATA}")
   config = gsm8k.get_config("tiny")
   config.task.data_dir = str(DATA)
+  config.eval.num_prompts = 0
   check_gsm8k(config, tmp_path)
 
 
@@ -441,6 +438,10 @@ def test_gsm8k_runs_on_rows_made_here(tmp_path):
     (data / f"{split}.jsonl").write_text("".join(lines))
   config = gsm8k.get_config("tiny")
   config.task.data_dir = str(data)
+  config.eval.num_prompts = 8
   config.rollout.update(max_prompt_len=64, max_response_len=64)
   done = check_gsm8k(config, tmp_path / "run")
   assert "buys" in done.rollouts[0]["prompt"]
+  for when in ("accuracy_before", "accuracy_after"):
+    assert set(done.summary[when]) == {"greedy", "sampled"}
+    assert all(0 <= x <= 1 for x in done.summary[when].values())
