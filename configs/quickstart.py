@@ -16,10 +16,10 @@ def get_config(arg=None):
   config = common.base(arm=arg.word, preset=arg.preset)
   config.num_steps = 60
   config.model.rope_theta = 30.0  # short rows
-  # Six in ten demonstrations give the answer without the work. The policy
+  # Three in ten demonstrations give the answer without the work. The policy
   # learns to do so too, and is mostly wrong then; PPO finds that out.
-  config.warm_start.sft.update(num_steps=600, lr=6e-3, terse=0.6)
-  config.warm_start.reward_model.update(num_steps=250, lr=1e-3)
+  config.warm_start.sft.update(num_steps=800, lr=6e-3, terse=0.3)
+  config.warm_start.reward_model.update(num_steps=200, lr=1e-3)
   config.rollout.batch_size = 128
   # The learned reward model alone is exploited within 30 updates (see README):
   # it gets a twentieth of the weight of the rule.

@@ -64,6 +64,14 @@ ABLATION = "--config=configs/ablation.py"
     ([], "Flag --config must have a value"),
     ([ABLATION, "more"], "unknown arguments ['more']"),
     (["--config=configs/gsm8k.py:tiny"], "config.task: gsm8k: no train.jsonl"),
+    (  # of which transformers has five lines to say
+      [
+        ABLATION,
+        "--config.tokenizer.kind=hf",
+        "--config.tokenizer.path=configs",
+      ],
+      "config.tokenizer.path='configs': ",
+    ),
     (
       [ABLATION, "--config.rollout.max_prompt_len=2"],
       "tokens, the limit max_prompt_len is 2",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where PPO starts from: what a stage learns from, and when it is made again."""
+"""Where PPO starts from: what stages learn from, and when they are redone."""
 
 import jax
 import jax.numpy as jnp
