@@ -106,12 +106,19 @@ def test_a_run_needs_a_workdir(args, says, tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bug_in_a_config_file_keeps_its_traceback(tmp_path):
+@pytest.mark.parametrize(
+  ("line", "says"),
+  [
+    ("return undefined", "NameError: name 'undefined' is not defined"),
+    ("return len(3)", "TypeError: object of type 'int' has no len()"),
+  ],
+)
+def test_a_bug_in_a_config_file_keeps_its_traceback(line, says, tmp_path):
   file = tmp_path / "broken.py"
-  file.write_text("def get_config(arg=None):\n  return undefined\n")
+  file.write_text(f"def get_config(arg=None):\n  {line}\n")
   done = command(f"--config={file}", f"--workdir={tmp_path / 'run'}")
   assert done.returncode == 1
-  assert "NameError: name 'undefined' is not defined" in done.stderr
+  assert says in done.stderr
   assert f'File "{file}", line 2' in done.stderr
 
 

@@ -67,7 +67,8 @@ def plain_llama(config, params, tokens):
     return out
 
   def heads(p, x, name, position):
-    y = x @ p[name]["kernel"] + p[name].get("bias", 0.0)
+    y = x @ p[name]["kernel"]
+    y = y + p[name]["bias"] if config.qkv_bias else y
     y = list(y.reshape(-1, dim))
     if config.qk_norm and name in "qk":
       y = [norm(h, p[f"{name}_norm"]["scale"]) for h in y]
@@ -213,6 +214,8 @@ def test_tiles_of_a_slot_in_one_call_equal_one_after_the_other(block):
     assert_exact(said[tile], at_once[tile])
   assert_exact(cache, cache_at_once)
   assert not cache[0][0][0].any()  # slot 0 was nobody's
+  want, _ = whole(model, params, tokens.reshape(1, 24))
+  assert_close(at_once.reshape(want.shape), want)
 
 
 def test_bfloat16_computes_in_bfloat16_and_answers_in_float32():
