@@ -13,9 +13,9 @@ Characters (one token each under a "char" tokenizer) of 20,000 training rows,
 seed 0, max_ops 12 | 16:
 
   difficulty                   1          2          3          4          5
-  solution, median       26 | 26    27 | 27    30 | 30    34 | 35    37 | 37
-  solution, 99%         82 | 102   91 | 115   99 | 123  119 | 149  128 | 157
-  solution, longest     98 | 131   99 | 131  110 | 145  134 | 175  135 | 179
+  solution, median       18 | 18    19 | 19    21 | 21    24 | 24    26 | 26
+  solution, 99%          80 | 98   91 | 107   96 | 117  115 | 143  123 | 154
+  solution, longest     99 | 131   99 | 131  110 | 145  134 | 176  136 | 179
   prompt, longest        27 | 35    27 | 35    38 | 49    39 | 50    39 | 51
 """
 
