@@ -281,8 +281,12 @@ def test_a_tokenizer_that_cannot_be_opened_is_named(file, text, tmp_path):
   assert not (tmp_path / "run").exists()
 
 
+class Killed(Exception):
+  """Stands for a kill."""
+
+
 def cut_short(*_):
-  raise KeyboardInterrupt
+  raise Killed
 
 
 def test_a_stage_of_another_vocabulary_is_named(tmp_path, monkeypatch):
@@ -290,7 +294,7 @@ def test_a_stage_of_another_vocabulary_is_named(tmp_path, monkeypatch):
   config.warm_start.sft.num_steps = 1
   config.warm_start.sft.rows = 1
   monkeypatch.setattr(train.flight, "init", cut_short)
-  with pytest.raises(KeyboardInterrupt):
+  with pytest.raises(Killed):
     train.train(config, tmp_path)
   (stage,) = (tmp_path / "stages").iterdir()
   path = stage / "params.safetensors"

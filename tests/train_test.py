@@ -357,6 +357,10 @@ def test_forced_lengths_are_the_lengths_and_ticks_are_counted(
 # Runs that were cut short.
 
 
+class Killed(Exception):
+  """Stands for a kill."""
+
+
 def with_stages(config):
   config.num_steps = 3
   for stage in (config.warm_start.sft, config.warm_start.reward_model):
@@ -376,12 +380,12 @@ def test_a_run_that_was_cut_short_starts_from_its_stages(
 
   def killed(step, *args, **kwargs):
     if step == 1:
-      raise KeyboardInterrupt
+      raise Killed
     return step_row(step, *args, **kwargs)
 
   monkeypatch.setattr(train.report, "step_row", killed)
   workdir = tmp_path / "cut"
-  with pytest.raises(KeyboardInterrupt):
+  with pytest.raises(Killed):
     train.train(config, workdir)
   assert not (workdir / "summary.json").exists()
   assert [r["step"] for r in metrics.read_jsonl(workdir / "metrics.jsonl")] == [
