@@ -59,10 +59,18 @@ def test_special_tokens_are_never_read_out_of_text(tok):
     assert not special & set(tok.encode(text))
 
 
-def test_special_tokens_are_left_out_of_text(tok):
-  ids = tok.encode("1+2")
-  ids = [tok.bos_id, *ids, tok.eos_id, tok.pad_id]
-  assert tok.decode(np.asarray(ids, np.int32)) == "1+2"
+def test_only_the_last_eos_is_left_out_of_text(tok):
+  text = tok.encode("1+2")
+  assert tok.decode(np.asarray([*text, tok.eos_id], np.int32)) == "1+2"
+  # A padding id or a second EOS inside an answer is not glossed over.
+  assert tok.decode([*text, tok.pad_id, *text]) == "1+2<pad>1+2"
+  assert tok.decode([*text, tok.eos_id, tok.eos_id]) == "1+2<eos>"
+
+
+def test_an_id_without_a_token_is_visible_in_text(tok):
+  text = tok.encode("1+2")
+  assert tok.decode([*text, tok.vocab_size + 3, *text]) == "1+2\ufffd1+2"
+  assert tok.decode([]) == ""
 
 
 def test_ids_are_below_vocab_size(tok):
