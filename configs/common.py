@@ -88,7 +88,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     inter="none",  # none | resume | restart
     max_staleness=2,  # updates a row may be deferred; -1 = unbounded
     policy_cache="recompute",  # of deferred rows after an update; or keep
-    critic_cache="recompute",
+    critic_cache="recompute",  # keep: values then depend on `intra`
   )
   config.overlap.chunk = dict(
     kind="fixed",  # fixed | tuned | replay

@@ -21,7 +21,7 @@ def get_config(arg=None):
   config.warm_start.sft.update(num_steps=800, lr=6e-3, terse=0.3)
   config.warm_start.reward_model.update(num_steps=200, lr=1e-3)
   config.rollout.batch_size = 128
-  # The learned reward model alone is exploited within 30 updates (see README):
+  # The learned reward model alone was exploited in trials (README says more):
   # it gets a twentieth of the weight of the rule.
   config.reward = dict(model_weight=0.05, rule_weight=1.0)
   config.critic.init = "random"
