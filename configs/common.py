@@ -89,13 +89,13 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     max_staleness=2,  # updates a row may be deferred; -1 = unbounded
     policy_cache="recompute",  # of deferred rows after an update; or keep
     critic_cache="recompute",  # keep: values then depend on `intra`
+    replay_path="",  # decisions.jsonl, for kind="replay" of chunk and delta
   )
   config.overlap.chunk = dict(
     kind="fixed",  # fixed | tuned | replay
     size=16,
     sizes=(8, 16, 32, 64),  # candidates of tuned; paper: (100, 500, 3000)
     period=50,
-    replay_path="",
   )
   config.overlap.delta = dict(
     kind="robust",  # fixed | paper | paper_proportional | robust | replay

@@ -16,9 +16,9 @@ def get_config(arg=None):
   config = common.base(arm=arg.word, preset=arg.preset)
   config.num_steps = 60
   config.model.rope_theta = 30.0  # short rows
-  # Three in ten demonstrations give the answer without the work. The policy
+  # Half of the demonstrations give the answer without the work. The policy
   # learns to do so too, and is mostly wrong then; PPO finds that out.
-  config.warm_start.sft.update(num_steps=800, lr=6e-3, terse=0.3)
+  config.warm_start.sft.update(num_steps=800, lr=6e-3, terse=0.5)
   config.warm_start.reward_model.update(num_steps=200, lr=1e-3)
   config.rollout.batch_size = 128
   # The learned reward model alone was exploited in trials (README says more):

@@ -16,7 +16,7 @@ rule may look at the clock.
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
@@ -103,7 +103,12 @@ RULES: dict[str, Callable[..., ChunkState]] = {
 
 
 def init(
-  *, kind: str, size: int, sizes: tuple[int, ...], period: int, replay_path: str
+  *,
+  kind: str,
+  size: int,
+  sizes: tuple[int, ...],
+  period: int,
+  log: Sequence[int] = (),
 ) -> ChunkState:
   """The controller before step 0.
 
@@ -112,7 +117,7 @@ def init(
     size: C >= 1 of `fixed`.
     sizes: candidates of `tuned`, in the order in which they are tried.
     period: steps from one round of trials to the next, > len(sizes).
-    replay_path: decisions.jsonl of the run that `replay` repeats.
+    log: `replay` only: C of step 0, 1, ...
 
   Raises:
     ValueError: out of range; names the key.
@@ -129,13 +134,12 @@ def init(
       period > len(sizes) or not is_tuned,
       f"> {len(sizes)}, the number of sizes to try",
     ),
-    ("replay_path", replay_path, replay_path or not is_replay, "a file"),
+    ("log", log, log or not is_replay, "the sizes to replay"),
   ):
     if not is_valid:
       raise ValueError(f"overlap.chunk.{key}={value!r}: must be {expected}")
   if is_replay:
-    log = tuple(d["chunk_size"] for d in load_decisions(replay_path))
-    return ChunkState(size=log[0], log=log)
+    return ChunkState(size=log[0], log=tuple(log))
   return ChunkState(size=sizes[0] if is_tuned else size)
 
 

@@ -1,102 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a config may hold, and what follows from it. No JAX.
+"""What a config may hold, and what follows from it.
 
-`SCHEMA` is the one list of keys, and `ALGOS` of those of each algorithm; a new
-key is one line there. `validate` runs before anything else, and ends a run with
-one line that names the key. Derived quantities are functions, never fields.
+`SCHEMA` is the one list of keys; models and algorithms bring those of their own
+sections, and every plug-in its name. `validate` runs before anything else, and
+ends a run with one line that names the key. Derived quantities are functions,
+never fields.
 """
 
 import difflib
-import math
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_collections
 
-
-class Rule(NamedTuple):
-  """What a value must be.
-
-  Attributes:
-    is_valid: true on allowed values.
-    expected: the same in words, after "must be".
-  """
-
-  is_valid: Callable[[Any], bool]
-  expected: str
-
-
-def integer(low: float = -math.inf, high: float = math.inf) -> Rule:
-  """An int (not a bool) in [low, high]."""
-  is_valid = lambda x: type(x) is int and low <= x <= high
-  bounds = f" >= {low}" if low > -math.inf else ""
-  return Rule(is_valid, f"an integer{bounds}")
-
-
-def number(
-  low: float = -math.inf,
-  high: float = math.inf,
-  *,
-  above: float = -math.inf,
-  below: float = math.inf,
-) -> Rule:
-  """A finite float in [low, high] and in (above, below), written with a dot.
-
-  An int is refused: a command-line override must have the type that is here.
-  So are NaN and infinities, by the outer bounds.
-  """
-  is_valid = lambda x: (
-    type(x) is float and low <= x <= high and above < x < below
-  )
-  bounds = (("> ", above), (">= ", low), ("< ", below), ("<= ", high))
-  words = [f"{sign}{x}" for sign, x in bounds if math.isfinite(x)]
-  return Rule(is_valid, " ".join(["a float", " and ".join(words)]).strip())
-
-
-def choice(*options: str) -> Rule:
-  """One of a few words."""
-  return Rule(lambda x: x in options, f"one of {options}")
-
-
-BOOL = Rule(lambda x: type(x) is bool, "True or False")
-TEXT = Rule(lambda x: type(x) is str, "a string")
-NAME = Rule(lambda x: type(x) is str and x != "", "a name")
-FILE = Rule(
-  lambda x: type(x) is str and (not x or os.path.isfile(x)),
-  "'' or a file that exists",
+from oppo_jax import algos, chunking, delta, models, stream, tasks
+from oppo_jax.algos import optim
+from oppo_jax.schema import (
+  BOOL,
+  FILE,
+  SECTION,
+  SIZES,
+  STALENESS,
+  TEXT,
+  Rule,
+  choice,
+  integer,
+  number,
 )
-SIZES = Rule(
-  lambda x: (
-    type(x) is tuple
-    and all(type(n) is int and n >= 1 for n in x)
-    and 0 < len(x) == len(set(x))
-  ),
-  "a tuple of different integers >= 1, at least one",
-)
-STALENESS = Rule(
-  lambda x: type(x) is int and (x >= 1 or x == -1),
-  "an integer >= 1, or -1 (unbounded)",
-)
-SECTION = Rule(lambda x: True, "a section")  # its keys are not listed here
-
-MODEL = {  # policy; critic and reward model have the same trunk
-  "num_layers": integer(1),
-  "width": integer(1),
-  "num_heads": integer(1),
-  "num_kv_heads": integer(1),
-  "head_dim": integer(1),
-  "mlp_dim": integer(1),
-  "rope_theta": number(above=0.0),
-  "norm_eps": number(above=0.0),
-  "qkv_bias": BOOL,
-  "qk_norm": BOOL,
-  "tie_embeddings": BOOL,
-  "dtype": choice("float32", "bfloat16"),
-  "attention_block": integer(0),  # 0 = dense attention over the whole row
-  "remat": BOOL,
-}
 
 FIT = {  # a supervised stage, see `supervised.FitConfig`
   "num_steps": integer(0),  # 0 = the stage is skipped
@@ -108,49 +39,16 @@ FIT = {  # a supervised stage, see `supervised.FitConfig`
   "clip_norm": number(0.0),  # 0 = off
 }
 
-KL_ESTIMATOR = choice("k1", "k2", "k3")
-PPO = {  # see `algos.ppo.PPOConfig`
-  "clip_eps": number(above=0.0),
-  "value_clip_eps": number(0.0),
-  "vf_coef": number(0.0),
-  "gamma": number(0.0, 1.0),
-  "lam": number(0.0, 1.0),
-  "kl_coef": number(0.0),
-  "kl_estimator": KL_ESTIMATOR,
-  "kl_inner_clip": number(0.0),
-  "kl_outer_clip": number(0.0),
-  "kl_target": number(0.0),
-  "kl_horizon": number(above=0.0),
-  "kl_loss_coef": number(0.0),
-  "kl_loss_estimator": KL_ESTIMATOR,
-  "kl_loss_inner_clip": number(0.0),
-  "kl_loss_outer_clip": number(0.0),
-  "log_ratio_clip": number(0.0),
-  "entropy_coef": number(0.0),
-  "whiten_advantages": BOOL,
-  "whiten_rewards": BOOL,
-  "whitening": choice("unbiased", "population"),
-  "score_clip": number(0.0),
-  "missing_eos_penalty": number(0.0),
-  "score_position": choice("last", "after_eos"),
-  "num_epochs": integer(1),
-  "num_minibatches": integer(1),
-  "denominator": choice("auto", "behavior", "start", "decoupled", "tis"),
-  "behavior_weight_cap": number(above=0.0),
-  "logprob_chunk": integer(1),
-}
-ALGOS = {"ppo": PPO}  # algo_name -> keys of the section `algo`
-
 SCHEMA: dict[str, Rule] = {
   "seed": integer(0),
   "num_steps": integer(0),
-  "task_name": NAME,
+  "task_name": choice(*tasks.TASKS),
   "task": SECTION,  # the task checks its own
   "tokenizer.kind": choice("char", "byte", "bpe", "hf"),
   "tokenizer.vocab_size": integer(0),  # "bpe" only
   "tokenizer.path": TEXT,
-  "model_name": choice("transformer"),
-  **{f"model.{key}": rule for key, rule in MODEL.items()},
+  "model_name": choice(*models.MODELS),
+  "model": SECTION,  # `SCHEMA` of the model's file
   "critic.init": choice("reward", "random"),
   **{f"warm_start.sft.{key}": rule for key, rule in FIT.items()},
   "warm_start.sft.terse": number(0.0, 1.0),  # share of demonstrations
@@ -165,7 +63,7 @@ SCHEMA: dict[str, Rule] = {
   "rollout.temperature": number(above=0.0),
   "rollout.top_k": integer(0),  # 0 = all
   "rollout.top_p": number(above=0.0, high=1.0),  # 1 = all
-  "rollout.long_prompts": choice("refuse", "skip", "truncate_left"),
+  "rollout.long_prompts": choice(*stream.LONG_PROMPTS),
   "rollout.target_lengths_path": FILE,
   "rollout.decode_loop": choice("auto", "while", "fori"),
   "score.tile_rows": integer(1),
@@ -178,25 +76,23 @@ SCHEMA: dict[str, Rule] = {
   "overlap.max_staleness": STALENESS,
   "overlap.policy_cache": choice("recompute", "keep"),
   "overlap.critic_cache": choice("recompute", "keep"),
-  "overlap.chunk.kind": choice("fixed", "tuned", "replay"),
+  "overlap.replay_path": FILE,  # decisions.jsonl
+  "overlap.chunk.kind": choice(*chunking.RULES),
   "overlap.chunk.size": integer(1),
   "overlap.chunk.sizes": SIZES,
   "overlap.chunk.period": integer(1),
-  "overlap.chunk.replay_path": FILE,  # decisions.jsonl
-  "overlap.delta.kind": choice(
-    "fixed", "paper", "paper_proportional", "robust", "replay"
-  ),
+  "overlap.delta.kind": choice(*delta.RULES),
   "overlap.delta.init": integer(0),
   "overlap.delta.min": integer(0),
   "overlap.delta.max": integer(0),
   "overlap.delta.window": integer(1),
   "overlap.delta.step": integer(1),
   "overlap.delta.dead_band": number(0.0),  # standard errors
-  "algo_name": choice(*ALGOS),
-  "algo": SECTION,  # `ALGOS`
+  "algo_name": choice(*algos.ALGOS),
+  "algo": SECTION,  # `SCHEMA` of the algorithm's file
   "optim.policy_lr": number(0.0),
   "optim.critic_lr": number(0.0),
-  "optim.schedule": choice("constant", "linear", "cosine"),
+  "optim.schedule": choice(*optim.SCHEDULES),
   "optim.warmup_steps": integer(0),
   "optim.clip_norm": number(0.0),  # 0 = off
   "optim.b1": number(0.0, below=1.0),
@@ -221,11 +117,20 @@ ARMS = {  # name -> (intra, inter)
 }
 
 
-def _tree(algo_name: Any) -> dict[str, Any]:
+def _schema(config: ml_collections.ConfigDict) -> dict[str, Rule]:
+  """`SCHEMA`, with the sections of the model and algorithm that are named."""
+  schema = dict(SCHEMA)
+  for section, plugins in (("model", models.MODELS), ("algo", algos.ALGOS)):
+    plugin = plugins.get(str(config.get(f"{section}_name")))
+    keys = plugin.SCHEMA if plugin else {}
+    schema |= {f"{section}.{key}": rule for key, rule in keys.items()}
+  return schema
+
+
+def _tree(schema: Mapping[str, Rule]) -> dict[str, Any]:
   """All keys by sections: section -> {key: rule or section}."""
-  algo = ALGOS.get(algo_name, {}) if isinstance(algo_name, str) else {}
   tree: dict[str, Any] = {}
-  for key, rule in [*SCHEMA.items(), *((f"algo.{k}", algo[k]) for k in algo)]:
+  for key, rule in schema.items():
     *sections, last = key.split(".")
     node = tree
     for section in sections:
@@ -257,12 +162,9 @@ def _check_keys(config: Any, tree: dict[str, Any], prefix: str) -> None:
 
 def _conflicts(c: ml_collections.ConfigDict) -> Iterator[tuple[bool, str, str]]:
   """Rules over several keys: (is broken, key, what it must be)."""
-  heads, is_odd = c.model.num_heads, c.model.head_dim % 2 != 0
-  is_uneven = heads % c.model.num_kv_heads != 0
-  yield is_uneven, "model.num_kv_heads", f"a divisor of num_heads={heads}"
-  yield is_odd, "model.head_dim", "even: rotary embeddings turn pairs"
+  yield from models.MODELS[c.model_name].conflicts(c.model)
   batch_size, sizes = c.rollout.batch_size, c.overlap.chunk.sizes
-  delta, chunk = c.overlap.delta, c.overlap.chunk
+  delta, chunk = c.overlap.delta, c.overlap.chunk  # not the modules
   bounds = f"[{delta.min}, {delta.max}]"
   is_inside = delta.min <= delta.init <= delta.max
   yield delta.max < delta.min, "overlap.delta.max", f">= min={delta.min}"
@@ -277,8 +179,8 @@ def _conflicts(c: ml_collections.ConfigDict) -> Iterator[tuple[bool, str, str]]:
   yield too_short, "overlap.delta.window", ">= 2 for kind='robust'"
   too_short = chunk.kind == "tuned" and chunk.period <= len(sizes)
   yield too_short, "overlap.chunk.period", f"> {len(sizes)}, the trials"
-  no_log = "replay" in (chunk.kind, delta.kind) and not chunk.replay_path
-  yield no_log, "overlap.chunk.replay_path", "a file for kind='replay'"
+  no_log = "replay" in (chunk.kind, delta.kind) and not c.overlap.replay_path
+  yield no_log, "overlap.replay_path", "a file for kind='replay'"
   too_narrow = 0 < c.optim.pack_width < row_len(c)
   yield too_narrow, "optim.pack_width", f"0 or >= {row_len(c)}, the longest row"
   sft = c.warm_start.sft
@@ -312,7 +214,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
   Raises:
     ValueError: one line that names the key, its value, and what is allowed.
   """
-  _check_keys(config, _tree(config.get("algo_name")), "")
+  _check_keys(config, _tree(_schema(config)), "")
   for is_broken, key, expected in _conflicts(config):
     if is_broken:
       value = config

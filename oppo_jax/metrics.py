@@ -49,6 +49,15 @@ def fetch(tree: Any) -> Any:
   return tree
 
 
+def backend() -> dict[str, str]:
+  """What this process runs on, for summaries."""
+  return {
+    "jax": jax.__version__,
+    "backend": jax.default_backend(),
+    "device": jax.devices()[0].device_kind,
+  }
+
+
 class Timers:
   """Host seconds by phase, and how many of them were waits in `fetch`.
 

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from oppo_jax import evaluate, overlap, types
+from oppo_jax import evaluate, metrics, overlap, types
 
 
 def step_row(
@@ -87,6 +87,39 @@ def serial_ticks(response_len: Mapping[int, int], batch_size: int) -> int:
   lengths = [n for _, n in sorted(response_len.items())]
   cuts = range(0, len(lengths), batch_size)
   return sum(max(lengths[i : i + batch_size]) for i in cuts)
+
+
+class Totals:
+  """What a run adds up over its steps.
+
+  Attributes:
+    batches: the running hash over the batches.
+  """
+
+  SUMS = ("tokens/generated", "tokens/trained", "overlap/ticks", "score/tiles")
+
+  def __init__(self):
+    self.batches = metrics.BatchHash()
+    self._sums = dict.fromkeys(self.SUMS, 0)
+    self._response_len: dict[int, int] = {}
+
+  def add(self, batch: types.Batch, row: Mapping[str, float]) -> None:
+    """One step: its fetched batch, and its metrics."""
+    self.batches.update(**{k: getattr(batch, k) for k in self.batches.FIELDS})
+    self._sums = {k: v + row[k] for k, v in self._sums.items()}
+    self._response_len |= zip(batch.uid.tolist(), batch.response_len.tolist())
+
+  def summary(self, *, batch_size: int, ppo_s: float) -> dict[str, float]:
+    """Sums over the steps so far, as summary.json names them."""
+    generated = self._sums["tokens/generated"]
+    return {
+      "tokens_generated": generated,
+      "tokens_trained": self._sums["tokens/trained"],
+      "tokens_per_s": generated / max(ppo_s, 1e-9),
+      "decode_ticks": self._sums["overlap/ticks"],
+      "serial_ticks": serial_ticks(self._response_len, batch_size),
+      "score_tiles": self._sums["score/tiles"],
+    }
 
 
 def table(

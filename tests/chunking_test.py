@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from oppo_jax import chunking
 
-BASE = dict(kind="tuned", size=16, sizes=(8, 32, 64), period=6, replay_path="")
+BASE = dict(kind="tuned", size=16, sizes=(8, 32, 64), period=6)
 
 
 def run(steps, state=None, **changes):
@@ -111,15 +111,15 @@ def test_replay_repeats_a_tuned_run(tmp_path):
     tmp_path / "decisions.jsonl",
     [decision(i, size) for i, size in enumerate(sizes)],
   )
-  config = dict(kind="replay", replay_path=path)
+  log = [d["chunk_size"] for d in chunking.load_decisions(path)]
+  config = dict(kind="replay", log=log)
   slow_elsewhere = costs(_8=1, _32=70, _64=8)
   assert run([slow_elsewhere] * 8, **config)[0] == sizes
 
 
-def test_replay_past_its_log_names_the_step(tmp_path):
-  path = write_log(tmp_path / "log", [decision(0, 8), decision(1, 64)])
+def test_replay_past_its_log_names_the_step():
   _, state = run(
-    [lambda size: (1.0, 1)] * 2, kind="replay", replay_path=path
+    [lambda size: (1.0, 1)] * 2, kind="replay", log=[8, 64]
   )  # steps 0 and 1 are fine
   state = chunking.from_json(json.loads(json.dumps(chunking.to_json(state))))
   with pytest.raises(ValueError, match=r"no decision for step 2.*at step 1"):
@@ -176,7 +176,7 @@ def test_an_empty_log_is_refused(tmp_path):
     ("sizes", {"sizes": ()}),
     ("sizes", {"sizes": (8, 0)}),
     ("period", {"period": 3}),
-    ("replay_path", {"kind": "replay"}),
+    ("log", {"kind": "replay"}),
   ],
 )
 def test_init_names_the_key_that_is_wrong(key, changes):

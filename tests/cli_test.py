@@ -18,7 +18,7 @@ from safetensors import numpy as safetensors
 
 from configs import ablation, gsm8k
 from oppo_jax import config as config_lib
-from oppo_jax import metrics, train
+from oppo_jax import metrics, step, train
 
 ROOT = pathlib.Path(train.__file__).parents[1]
 
@@ -192,7 +192,7 @@ def test_a_bad_config_is_refused_before_anything_is_written(tmp_path):
 @pytest.mark.parametrize(
   ("key", "value", "says"),
   [
-    ("task_name", "chess", "config.task: task_name='chess': not one of"),
+    ("task_name", "chess", "config.task_name='chess': must be one of"),
     ("task.difficulty", 9, "config.task: difficulty=9: not one of"),
     ("task.data_dir", "x", "config.task: task 'arithmetic': "),
   ],
@@ -293,7 +293,7 @@ def test_a_stage_of_another_vocabulary_is_named(tmp_path, monkeypatch):
   config = ablation.get_config()
   config.warm_start.sft.num_steps = 1
   config.warm_start.sft.rows = 1
-  monkeypatch.setattr(train.flight, "init", cut_short)
+  monkeypatch.setattr(step.flight, "init", cut_short)
   with pytest.raises(Killed):
     train.train(config, tmp_path)
   (stage,) = (tmp_path / "stages").iterdir()
@@ -344,11 +344,11 @@ def test_a_replay_that_is_too_short_is_refused_at_start(kinds, tmp_path):
     **{
       "overlap.chunk.kind": kinds[0],
       "overlap.delta.kind": kinds[1],
-      "overlap.chunk.replay_path": str(path),
+      "overlap.replay_path": str(path),
     },
   )
   assert said == (
-    f"config.overlap.chunk.replay_path={str(path)!r}: holds 19 decisions,"
+    f"config.overlap.replay_path={str(path)!r}: holds 19 decisions,"
     " num_steps is 20"
   )
   assert not (tmp_path / "run").exists()

@@ -174,7 +174,7 @@ def replayed(path):
   return {
     "overlap.chunk.kind": "replay",
     "overlap.delta.kind": "replay",
-    "overlap.chunk.replay_path": str(path),
+    "overlap.replay_path": str(path),
   }
 
 

@@ -5,11 +5,12 @@ from typing import Any
 
 from oppo_jax.algos import base, ppo
 
-ALGOS = {"ppo": ppo.make}
+# A file has `make` and `SCHEMA` (the keys of config.algo).
+ALGOS = {"ppo": ppo}
 
 
 def make(name: str, *args: Any, **kwargs: Any) -> base.Algorithm:
   """Makes the algorithm called `name`; arguments as of its own `make`."""
   if name not in ALGOS:
     raise ValueError(f"algorithm {name!r}: not in {sorted(ALGOS)}")
-  return ALGOS[name](*args, **kwargs)
+  return ALGOS[name].make(*args, **kwargs)

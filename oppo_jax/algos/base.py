@@ -13,7 +13,7 @@ Metrics = dict[str, jax.Array]  # float32 scalars
 
 
 class Algorithm(NamedTuple):
-  """Two pure functions, and the two hooks that reshape the pipeline.
+  """Three pure functions, and the two hooks that reshape the pipeline.
 
   Attributes:
     scorers: of `SCORERS`, what is streamed over the rows in flight. "policy"
@@ -22,6 +22,9 @@ class Algorithm(NamedTuple):
     init: `init(params)` -> `TrainState`. Parameters are float32 masters.
     update: `update(state, batch, packing)` -> state, metrics. Not jitted; all
       shapes are static; `state` may be donated.
+    gradients: of the same arguments: those of the first minibatch, before
+      clipping, as a tree like `state.params`. What `update` does first; proofs
+      look at it.
   """
 
   scorers: frozenset[str]
@@ -30,4 +33,7 @@ class Algorithm(NamedTuple):
   update: Callable[
     [types.TrainState, types.Batch, types.Packing],
     tuple[types.TrainState, Metrics],
+  ]
+  gradients: Callable[
+    [types.TrainState, types.Batch, types.Packing], types.Params
   ]

@@ -18,10 +18,10 @@ from jaxtyping import Array, Bool, Float
 
 from oppo_jax import ops, rewards, types
 from oppo_jax.algos import base, microbatch, optim
-from oppo_jax.algos.ppo_config import PRESETS, PPOConfig
+from oppo_jax.algos.ppo_config import PRESETS, SCHEMA, PPOConfig
 from oppo_jax.models import base as models
 
-__all__ = ["PRESETS", "PPOConfig", "make"]
+__all__ = ["PRESETS", "SCHEMA", "PPOConfig", "make"]
 
 
 class Targets(NamedTuple):
@@ -271,6 +271,29 @@ def make(
       algo_state={"kl_coef": jnp.asarray(config.kl_coef, jnp.float32)},
     )
 
+  def gradients_of(params, batch, targets, minibatch):
+    """Gradients of one minibatch, and what its loss says of it."""
+    counts = Counts(
+      tokens=ops.count(batch.mask[minibatch.row]),
+      values=ops.count(targets.value_mask[minibatch.row]),
+    )
+    grads, sums, maxima = microbatch.accumulate(
+      functools.partial(loss, batch=batch, targets=targets, counts=counts),
+      params,
+      batch,
+      minibatch,
+      micro_rows=micro_rows,
+      width=bin_width,
+    )
+    return grads, (sums, counts, maxima)
+
+  def gradients(
+    state: types.TrainState, batch: types.Batch, packing: types.Packing
+  ) -> types.Params:
+    targets = make_targets(batch, state.algo_state["kl_coef"], config)
+    first = jax.tree.map(lambda x: x[0, 0], packing)
+    return gradients_of(state.params, batch, targets, first)[0]
+
   def update(
     state: types.TrainState, batch: types.Batch, packing: types.Packing
   ) -> tuple[types.TrainState, base.Metrics]:
@@ -282,22 +305,11 @@ def make(
 
     def one_minibatch(carry, minibatch):
       params, opt_state = carry
-      counts = Counts(
-        tokens=ops.count(batch.mask[minibatch.row]),
-        values=ops.count(targets.value_mask[minibatch.row]),
-      )
-      grads, sums, maxima = microbatch.accumulate(
-        functools.partial(loss, batch=batch, targets=targets, counts=counts),
-        params,
-        batch,
-        minibatch,
-        micro_rows=micro_rows,
-        width=bin_width,
-      )
+      grads, seen = gradients_of(params, batch, targets, minibatch)
       params, opt_state, norms = optim.step(
         optimizers, params, opt_state, grads
       )
-      return (params, opt_state), (sums, counts, maxima, norms)
+      return (params, opt_state), (*seen, norms)
 
     # Epochs and minibatches are one axis: optimizer steps.
     minibatches = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), packing)
@@ -335,7 +347,11 @@ def make(
   if config.denominator in ("start", "decoupled"):
     scorers.add("policy")
   return base.Algorithm(
-    scorers=frozenset(scorers), group_size=1, init=init, update=update
+    scorers=frozenset(scorers),
+    group_size=1,
+    init=init,
+    update=update,
+    gradients=gradients,
   )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of PPO, and three full sets of them.
+"""The numbers of PPO, their ranges, and three full sets of them.
 
 The presets follow the arithmetic of TRL 1.12, OpenRLHF 0.11 and verl 0.10, so
 that a run can be held against one of theirs. What none of them has
@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any
 
 from oppo_jax import ops, rewards
+from oppo_jax.schema import BOOL, choice, integer, number
 
 DENOMINATORS = ("behavior", "start", "decoupled", "tis")
 
@@ -94,6 +95,38 @@ class PPOConfig:
       if getattr(self, field) not in choices:
         raise ValueError(f"{field}={getattr(self, field)!r}: not in {choices}")
 
+
+KL_ESTIMATOR = choice(*ops.KL_ESTIMATORS)
+SCHEMA = {  # of config.algo; "auto" see `config.algo`
+  "clip_eps": number(above=0.0),
+  "value_clip_eps": number(0.0),
+  "vf_coef": number(0.0),
+  "gamma": number(0.0, 1.0),
+  "lam": number(0.0, 1.0),
+  "kl_coef": number(0.0),
+  "kl_estimator": KL_ESTIMATOR,
+  "kl_inner_clip": number(0.0),
+  "kl_outer_clip": number(0.0),
+  "kl_target": number(0.0),
+  "kl_horizon": number(above=0.0),
+  "kl_loss_coef": number(0.0),
+  "kl_loss_estimator": KL_ESTIMATOR,
+  "kl_loss_inner_clip": number(0.0),
+  "kl_loss_outer_clip": number(0.0),
+  "log_ratio_clip": number(0.0),
+  "entropy_coef": number(0.0),
+  "whiten_advantages": BOOL,
+  "whiten_rewards": BOOL,
+  "whitening": choice(*ops.WHITENINGS),
+  "score_clip": number(0.0),
+  "missing_eos_penalty": number(0.0),
+  "score_position": choice(*rewards.SCORE_POSITIONS),
+  "num_epochs": integer(1),
+  "num_minibatches": integer(1),
+  "denominator": choice("auto", *DENOMINATORS),
+  "behavior_weight_cap": number(above=0.0),
+  "logprob_chunk": integer(1),
+}
 
 PRESETS: dict[str, dict[str, Any]] = {
   "trl": dict(

@@ -3,11 +3,8 @@
 
 from oppo_jax.models import base, transformer
 
-MODELS = {
-  "transformer": lambda **kwargs: transformer.Transformer(
-    transformer.Config(**kwargs)
-  ),
-}
+# A file has `make`, `SCHEMA` (the keys of config.model) and `conflicts`.
+MODELS = {"transformer": transformer}
 
 
 def make(name: str, **kwargs) -> base.Model:
@@ -19,6 +16,6 @@ def make(name: str, **kwargs) -> base.Model:
   if name not in MODELS:
     raise ValueError(f"model_name={name!r}: not one of {sorted(MODELS)}")
   try:
-    return MODELS[name](**kwargs)
+    return MODELS[name].make(**kwargs)
   except TypeError as e:
     raise ValueError(f"model: {e}") from e

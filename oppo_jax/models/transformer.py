@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from oppo_jax import types
+from oppo_jax.schema import BOOL, choice, integer, number
 
 MASKED = -1e30  # finite, so that a row with every key masked stays finite
 
@@ -57,6 +58,32 @@ class Config:
   attention_block: int
   remat: bool
   head: str
+
+
+SCHEMA = {  # of config.model; vocab_size and head are not the user's to set
+  "num_layers": integer(1),
+  "width": integer(1),
+  "num_heads": integer(1),
+  "num_kv_heads": integer(1),
+  "head_dim": integer(1),
+  "mlp_dim": integer(1),
+  "rope_theta": number(above=0.0),
+  "norm_eps": number(above=0.0),
+  "qkv_bias": BOOL,
+  "qk_norm": BOOL,
+  "tie_embeddings": BOOL,
+  "dtype": choice("float32", "bfloat16"),
+  "attention_block": integer(0),  # 0 = dense attention over the whole row
+  "remat": BOOL,
+}
+
+
+def conflicts(c):
+  """Rules over several keys of config.model, as `config` wants them."""
+  is_uneven, is_odd = c.num_heads % c.num_kv_heads != 0, c.head_dim % 2 != 0
+  divisor = f"a divisor of num_heads={c.num_heads}"
+  yield is_uneven, "model.num_kv_heads", divisor
+  yield is_odd, "model.head_dim", "even: rotary embeddings turn pairs"
 
 
 class Norm(nn.Module):
@@ -329,3 +356,8 @@ class Transformer:
 
   def head(self, params, hidden):
     return Decoder(self.config).apply({"params": params}, hidden, method="head")
+
+
+def make(**kwargs) -> Transformer:
+  """Takes the fields of `Config`."""
+  return Transformer(Config(**kwargs))
