@@ -335,8 +335,8 @@ def test_bad_target_lengths_are_named_by_file_and_line(text, says, tmp_path):
 def test_a_replay_that_is_too_short_is_refused_at_start(kinds, tmp_path):
   path = tmp_path / "decisions.jsonl"
   writer = metrics.JsonlWriter(path)
-  for step in range(19):
-    writer.write({"step": step, "delta": 8, "chunk_size": 16})
+  for index in range(19):
+    writer.write({"step": index, "delta": 8, "chunk_size": 16})
   writer.close()
   said = refused(
     ablation.get_config(),
