@@ -127,5 +127,9 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
   )
 
   config.eval = dict(num_prompts=256, every=0)  # every: steps, 0 = ends only
-  config.log = dict(rollouts_per_step=4, tensorboard=False)
+  config.log = dict(
+    rollouts_per_step=4,
+    params_every=0,  # steps between kept versions, for audits; 0 = none
+    tensorboard=False,
+  )
   return config

@@ -51,16 +51,24 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
   return rest
 
 
-def config_flag() -> flags.FlagHolder:
+def define_config() -> None:
   """--config=FILE.py[:ARGUMENT], and --config.KEY=VALUE."""
-  return config_flags.DEFINE_config_file("config", lock_config=True)
+  config_flags.DEFINE_config_file("config", lock_config=True)
 
 
-def run(main: Callable[[], None], *, required: Sequence[str]) -> None:
+def run(
+  main: Callable[[flags.FlagValues], None],
+  define: Callable[[], None],
+  *,
+  required: Sequence[str],
+) -> None:
   """Parses the flags, calls `main`, and ends the process.
 
   Args:
-    main: takes nothing; raises ValueError, OSError or ImportError on bad input.
+    main: takes the flags; raises ValueError, OSError or ImportError on bad
+      input.
+    define: defines the flags: here and not at import, so that one command can
+      be imported by another.
     required: names of the flags that must be given.
   """
 
@@ -68,11 +76,12 @@ def run(main: Callable[[], None], *, required: Sequence[str]) -> None:
     try:
       if len(argv) > 1:
         raise ValueError(f"unknown arguments {argv[1:]}")
-      main()
+      main(flags.FLAGS)
     except (ValueError, OSError, ImportError) as e:
       if logging.level_debug():
         raise
       sys.exit(f"error: {' '.join(str(e).split())}")
 
+  define()
   flags.mark_flags_as_required(list(required))
   app.run(checked, flags_parser=parse_flags)

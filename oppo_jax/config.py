@@ -104,6 +104,7 @@ SCHEMA: dict[str, Rule] = {
   "eval.num_prompts": integer(0),
   "eval.every": integer(0),
   "log.rollouts_per_step": integer(0),
+  "log.params_every": integer(0),
   "log.tensorboard": BOOL,
 }
 

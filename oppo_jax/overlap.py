@@ -138,7 +138,8 @@ class Rollout(NamedTuple):
     chunks: decode chunks whose report was read.
     deferred: rows left in flight.
     tiles: by scorer, tiles run.
-    row_len: [B] tokens of each row of the batch, in its order.
+    slot: [B] slot of each row of the batch, in its order.
+    row_len: [B] its tokens.
   """
 
   ticks: int
@@ -146,6 +147,7 @@ class Rollout(NamedTuple):
   chunks: int
   deferred: int
   tiles: dict[str, int]
+  slot: np.ndarray
   row_len: np.ndarray
 
 
@@ -296,6 +298,7 @@ def rollout(
       chunks=num_chunks,
       deferred=int(state.in_flight.sum()),
       tiles=num_tiles,
+      slot=taken,
       row_len=row_len,
     ),
   )

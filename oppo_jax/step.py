@@ -48,6 +48,28 @@ class RunState:
   frozen: dict[str, types.Params]
 
 
+class Collected(NamedTuple):
+  """A graded batch, before anything was learned from it.
+
+  Attributes:
+    on_device: the batch, with the total scores.
+    batch: the same, fetched.
+    texts: the responses, decoded.
+    in_flight: what was left in flight.
+    rollout: what the loop did.
+    decision: delta and chunk size.
+    row: metrics known so far.
+  """
+
+  on_device: types.Batch
+  batch: types.Batch
+  texts: list[str]
+  in_flight: flight.OverlapState
+  rollout: overlap.Rollout
+  decision: dict[str, int]
+  row: dict[str, float]
+
+
 class Done(NamedTuple):
   """What a step leaves for the record.
 
@@ -126,14 +148,25 @@ def plan_of(
   )
 
 
-def run(
+def collect(
   config: ml_collections.ConfigDict,
   s: assemble.Setup,
   state: RunState,
   timers: metrics.Timers,
-) -> tuple[RunState, Done]:
-  """The next step; `state.train` and what is in flight are used up."""
-  began = time.perf_counter()
+  *,
+  slot_order: np.ndarray | None = None,
+  debug: bool = False,
+) -> Collected:
+  """Fills the slots, rolls out, grades; `state.in_flight` is used up.
+
+  Args:
+    config: validated.
+    s: of `config`.
+    state: before the step.
+    timers: gets "decode" and "score".
+    slot_order: see `flight.admit`.
+    debug: see `overlap.rollout`.
+  """
   fns, step = s.fns, state.step
   decision = state.controllers.decision()
   in_flight = flight.admit(
@@ -142,6 +175,7 @@ def run(
     num_in_flight=fns.sizes.batch_size + decision["delta"],
     prompt_of=s.prompt_of,
     version=step,
+    slot_order=slot_order,
   )
   num_in_flight = int(in_flight.in_flight.sum())
   trained = {k: fns.cast(v) for k, v in state.train.params.items()}
@@ -154,30 +188,68 @@ def run(
     chunk_size=decision["chunk_size"],
     intra=config.overlap.intra,
     timers=timers,
+    debug=debug,
   )
   with timers("score"):
     batch = metrics.fetch(on_device)
   scores, parts, texts = grade(s, batch, config.reward.to_dict())
   batch = batch.replace(scores=scores)
+  row = parts | report.step_row(
+    step, batch, done, in_flight=num_in_flight, **decision
+  )
+  on_device = on_device.replace(scores=scores)
+  return Collected(on_device, batch, texts, in_flight, done, decision, row)
+
+
+def learn(
+  config: ml_collections.ConfigDict,
+  s: assemble.Setup,
+  state: RunState,
+  got: Collected,
+  timers: metrics.Timers,
+  *,
+  began: float,
+) -> tuple[RunState, Done]:
+  """Updates on what was collected; `state.train` is used up.
+
+  Args:
+    config: validated.
+    s: of `config`.
+    state: before the step.
+    got: of `collect(config, s, state, timers)`.
+    timers: gets "update", and is emptied.
+    began: `time.perf_counter()` when the step began.
+  """
   with timers("update"):
-    plan = plan_of(config, fns.sizes, done.row_len, step)
-    train, seen = fns.update(
-      state.train, on_device.replace(scores=scores), plan
-    )
+    plan = plan_of(config, s.fns.sizes, got.rollout.row_len, state.step)
+    train, seen = s.fns.update(state.train, got.on_device, plan)
     seen = metrics.fetch(seen)
   step_s = time.perf_counter() - began
 
-  row = {"step": step, **{k: float(v) for k, v in seen.items()}, **parts}
-  row |= report.step_row(step, batch, done, in_flight=num_in_flight, **decision)
-  row |= timers.take() | {"time/step_s": step_s}
+  row = {"step": state.step, **{k: float(v) for k, v in seen.items()}}
+  row |= got.row | timers.take() | {"time/step_s": step_s}
+  mean_score, did = float(got.batch.scores.mean()), got.rollout
+  chunk_size = got.decision["chunk_size"]
   after = dataclasses.replace(
     state,
-    step=step + 1,
-    in_flight=flight.after_update(fns, in_flight),
+    step=state.step + 1,
+    in_flight=flight.after_update(s.fns, got.in_flight),
     train=train,
     controllers=state.controllers.observe(
-      delta.StepObservation(float(scores.mean()), done.deferred, step_s),
-      chunking.ChunkObservation(step_s, done.generated, decision["chunk_size"]),
+      delta.StepObservation(mean_score, did.deferred, step_s),
+      chunking.ChunkObservation(step_s, did.generated, chunk_size),
     ),
   )
-  return after, Done(batch, texts, decision, row)
+  return after, Done(got.batch, got.texts, got.decision, row)
+
+
+def run(
+  config: ml_collections.ConfigDict,
+  s: assemble.Setup,
+  state: RunState,
+  timers: metrics.Timers,
+) -> tuple[RunState, Done]:
+  """The next step; `state.train` and `state.in_flight` are used up."""
+  began = time.perf_counter()
+  got = collect(config, s, state, timers)
+  return learn(config, s, state, got, timers, began=began)

@@ -12,6 +12,7 @@ Bad input ends a run with one line; --verbosity=1 shows where it was noticed.
 import contextlib
 import json
 import pathlib
+import shutil
 import time
 from typing import Any, NamedTuple
 
@@ -35,9 +36,6 @@ from oppo_jax import (
   warm_start,
 )
 from oppo_jax import config as config_lib
-
-_CONFIG = cli.config_flag()
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.")
 
 
 class HeldOut(NamedTuple):
@@ -110,6 +108,13 @@ class Files:
       writer.close()
 
 
+def save(folder: pathlib.Path, params: types.Params) -> None:
+  """One file per model; the folder is there as a whole or not at all."""
+  with checkpoint.stage(folder) as temporary:
+    for name, tree in params.items():
+      checkpoint.save_params(temporary / f"{name}.safetensors", tree)
+
+
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
   """Runs the stages and PPO, and writes the workdir; see the module."""
   with contextlib.ExitStack() as stack:
@@ -129,6 +134,7 @@ def _train(
   held_out = HeldOut.make(config, s) if config.eval.num_prompts else None
   files = Files(workdir, tensorboard=config.log.tensorboard)
   stack.callback(files.close)
+  shutil.rmtree(workdir / "versions", ignore_errors=True)  # of a killed run
   as_json = json.loads(config.to_json_best_effort())
   metrics.write_json(workdir / "config.json", as_json)
   params = warm_start.run(config, s.parts, workdir=workdir, log=cli.say)
@@ -143,6 +149,8 @@ def _train(
     state, done = step.run(config, s, state, timers)
     totals.add(done.batch, done.row)
     files.write(s, done, config.log.rollouts_per_step)
+    if config.log.params_every and state.step % config.log.params_every == 0:
+      save(workdir / "versions" / str(state.step), state.train.params)
     is_due = config.eval.every and state.step % config.eval.every == 0
     if held_out and is_due and state.step < config.num_steps:
       when = f"after step {state.step - 1}"
@@ -152,9 +160,7 @@ def _train(
   after, trained = before, state.train.params
   if held_out and config.num_steps:
     after = held_out.accuracy(s, trained["policy"], "after PPO")
-  with checkpoint.stage(workdir / "params") as folder:
-    for name, tree in trained.items():
-      checkpoint.save_params(folder / f"{name}.safetensors", tree)
+  save(workdir / "params", trained)
   summary = {
     "steps": config.num_steps,
     "arm": config_lib.arm_name(config.overlap.intra, config.overlap.inter),
@@ -175,11 +181,17 @@ def _train(
     cli.say(line)
 
 
-def main() -> None:
+def define_flags() -> None:
+  """--config and --workdir."""
+  cli.define_config()
+  flags.DEFINE_string("workdir", None, "Folder of the run.")
+
+
+def main(args: flags.FlagValues) -> None:
   """Checks what was asked for, and trains."""
-  if not _WORKDIR.value:
+  if not args.workdir:
     raise ValueError("--workdir='': must be a folder")
-  config, workdir = _CONFIG.value, pathlib.Path(_WORKDIR.value)
+  config, workdir = args.config, pathlib.Path(args.workdir)
   config_lib.validate(config)
   if (workdir / "summary.json").exists():
     raise ValueError(f"--workdir={workdir}: holds a finished run already")
@@ -187,4 +199,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  cli.run(main, required=["config", "workdir"])
+  cli.run(main, define_flags, required=["config", "workdir"])

@@ -14,31 +14,15 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from configs import ablation, gsm8k
 from oppo_jax import config as config_lib
 from oppo_jax import metrics, train
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
+
 HASHES = ("batches_sha256", "params_sha256")
 DATA = pathlib.Path(__file__).parents[2] / "shared" / "data" / "gsm8k"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-  """Programs compiled by one run are read back by the next."""
-  options = {
-    "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-  }
-  before = {name: getattr(jax.config, name) for name in options}
-  for settings in (options, before):
-    for name, value in settings.items():
-      jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    if settings is options:
-      yield
 
 
 class Run(NamedTuple):
