@@ -105,6 +105,13 @@ def setup(
     max_prompt_len=config.rollout.max_prompt_len,
     long_prompts=config.rollout.long_prompts,
   )
+  if prompts.num_long:
+    did = {"skip": "left out", "truncate_left": "cut on the left"}
+    log(
+      f"{prompts.num_long} of {len(examples)} prompts are longer than"
+      f" {config.rollout.max_prompt_len} tokens:"
+      f" {did[config.rollout.long_prompts]}"
+    )
   # Rounded up, for the matrix units; the extra ids are never sampled from text.
   vocab_size = -(-tokens.vocab_size // 8) * 8
   sized = dict(vocab_size=vocab_size, **config.model.to_dict())
