@@ -20,7 +20,7 @@ Prompts and responses come from a function of the uid; nothing here is random.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +28,33 @@ import numpy as np
 FREE = -1  # uid of a slot that holds nothing
 NEVER = np.iinfo(np.int64).max // 4  # ticks a free slot has left
 KEPT = ("reward", "reference")  # frozen models: what is scored stays
+
+
+class Update(NamedTuple):
+  """How an update cuts its batch into micro-batches.
+
+  Attributes:
+    num_epochs: passes over the batch.
+    num_minibatches: optimizer steps per pass.
+    micro_rows: packed rows per micro-batch.
+    width: tokens per packed row.
+  """
+
+  num_epochs: int
+  num_minibatches: int
+  micro_rows: int
+  width: int
+
+  def micro_batches(self, row_len: np.ndarray) -> int:
+    """Micro-batches of an update, not exact: at least so many.
+
+    Packed rows are as few as their tokens, and as rows that are too long to
+    share one, allow; `packing.first_fit` needs one more now and then.
+    """
+    filled = -(-int(row_len.sum()) // self.width)
+    bins = max(filled, int((2 * row_len > self.width).sum()))
+    micro = -(-bins // (self.num_minibatches * self.micro_rows))
+    return self.num_epochs * self.num_minibatches * micro
 
 
 class Rules(NamedTuple):
@@ -45,6 +72,7 @@ class Rules(NamedTuple):
     scorers: of "reward", "reference", "critic", "policy".
     keep_policy_cache: a deferred row's policy cache survives the update.
     keep_critic_cache: a deferred row's values survive the update.
+    update: how a batch is cut.
   """
 
   num_slots: int
@@ -58,6 +86,7 @@ class Rules(NamedTuple):
   scorers: tuple[str, ...]
   keep_policy_cache: bool
   keep_critic_cache: bool
+  update: Update
 
   def class_of(self, scorer: str) -> str:
     """Scorers of one class have run the same tiles at all times."""
@@ -127,6 +156,7 @@ class Step(NamedTuple):
     staleness_max: the largest of these.
     prefill_calls: calls that brought the policy cache up to date.
     calls: by class of scorers.
+    micro_batches: of the update, see `Update.micro_batches`.
   """
 
   version: int
@@ -145,6 +175,7 @@ class Step(NamedTuple):
   staleness_max: int
   prefill_calls: int
   calls: dict[str, Calls]
+  micro_batches: int
 
   def tiles(self, rules: Rules) -> dict[str, int]:
     """Tiles run, by scorer."""
@@ -280,6 +311,7 @@ def run_step(
     staleness_max=int(version - first[taken].min()),
     prefill_calls=_prefill_calls(b, rules, began, version),
     calls=calls,
+    micro_batches=rules.update.micro_batches(length[taken]),
   )
 
   uid = b.uid.copy()
@@ -299,6 +331,26 @@ def run_step(
     version_sum=version_sum,
     frontier=frontier,
   ), step
+
+
+def replay(
+  rules: Rules,
+  lengths_of: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+  decisions: Iterable[tuple[int, int]],
+) -> Iterator[Step]:
+  """The steps that follow from (delta, chunk size) of step 0, 1, ..."""
+  buffer = init(rules)
+  for version, (delta, chunk_size) in enumerate(decisions):
+    num_in_flight = rules.batch_size + delta
+    buffer = admit(
+      *(buffer, rules, lengths_of),
+      num_in_flight=num_in_flight,
+      version=version,
+    )
+    buffer, step = run_step(
+      buffer, rules, version=version, chunk_size=chunk_size
+    )
+    yield step
 
 
 def _with_group(b: Buffer, group_size: int) -> np.ndarray:

@@ -127,6 +127,7 @@ def rules_of(intra, **changes):
     tile_rows=sizes.tile.rows,
     tile_len=sizes.tile.length,
     scorers=SCORERS,
+    update=schedule.Update(1, 1, 2, sizes.row_len),
   )
 
 
@@ -135,20 +136,7 @@ def simulated(rules, prompt_of, deltas=DELTAS, chunks=CHUNKS):
     of = [prompt_of(uid) for uid in uids]
     return [len(p.tokens) for p in of], [p.target_len for p in of]
 
-  buffer, steps = schedule.init(rules), []
-  for version, (delta, chunk_size) in enumerate(zip(deltas, chunks)):
-    buffer = schedule.admit(
-      buffer,
-      rules,
-      lengths_of,
-      num_in_flight=rules.batch_size + delta,
-      version=version,
-    )
-    buffer, step = schedule.run_step(
-      buffer, rules, version=version, chunk_size=chunk_size
-    )
-    steps.append(step)
-  return steps
+  return list(schedule.replay(rules, lengths_of, zip(deltas, chunks)))
 
 
 def as_row(step, rules):
