@@ -10,7 +10,18 @@ import sys
 import numpy as np
 import pytest
 
-from oppo_jax import calibrate, costs, schedule, sweep, traces
+from configs import ablation
+from oppo_jax import (
+  calibrate,
+  controllers,
+  costs,
+  metrics,
+  predict,
+  schedule,
+  sweep,
+  traces,
+  train,
+)
 from oppo_jax import config as config_lib
 
 TRACES = pathlib.Path(__file__).parents[2] / "shared/data/length_traces"
@@ -200,6 +211,55 @@ def test_lengths_that_a_run_did_not_log_are_drawn_from_those_it_did():
 
 def test_arms_are_those_of_the_config():
   assert sweep.ARMS == config_lib.ARMS
+
+
+def test_a_real_run_is_predicted_number_by_number(tmp_path):
+  """`metrics.jsonl` against the simulator with the same controllers."""
+  num_steps, lengths = 9, tmp_path / "lengths.txt"
+  targets = np.random.default_rng(3).integers(1, 49, num_steps * 8 + 8)
+  lengths.write_text("".join(f"{n}\n" for n in targets))
+  config = ablation.get_config("oppo")
+  config.num_steps = num_steps
+  config.model.num_layers = 1
+  config.rollout.update(batch_size=8, max_response_len=48)
+  config.rollout.target_lengths_path = str(lengths)
+  config.score.update(tile_rows=3, tile_len=16)
+  config.overlap.chunk.size = 7
+  config.overlap.delta.update(kind="paper", init=3, max=8, window=1, step=1)
+  config.log.rollouts_per_step = 8
+  config_lib.validate(config)
+  train.train(config, tmp_path / "run")
+  rows = metrics.read_jsonl(tmp_path / "run/metrics.jsonl")
+  run = calibrate.read(str(tmp_path / "run"))
+  points = predict.run(
+    *(run.rules, run.lengths),
+    controllers.make(config.overlap, num_steps=num_steps),
+    [predict.Machine(costs.Costs(**SECONDS), 1, "while")],
+    score_of=run.scores.__getitem__,
+    num_steps=num_steps,
+  )
+  assert len({row["overlap/delta"] for row in rows}) > 2
+  for row, (delta, step, _) in zip(rows, points, strict=True):
+    trained = int(step.response_len.sum())
+    said = {
+      "overlap/delta": delta,
+      "overlap/chunk_size": step.chunk_size,
+      "overlap/chunks": step.chunks,
+      "overlap/ticks": step.ticks,
+      "overlap/deferred": step.deferred,
+      "overlap/deferrals_max": int(step.deferrals.max()),
+      "overlap/staleness_max": step.staleness_max,
+      "overlap/staleness_mean": step.staleness_sum / trained,
+      "overlap/slot_fill": step.generated / (step.ticks * step.in_flight),
+      "tokens/generated": step.generated,
+      "tokens/trained": trained,
+    }
+    # Prompts of rows that are never trained on are not in the log.
+    if row["step"] < num_steps - run.rules.max_staleness:
+      tiles = step.tiles(run.rules)
+      said |= {f"score/tiles_{name}": n for name, n in tiles.items()}
+      said["score/tiles"] = sum(tiles.values())
+    assert {key: row[key] for key in said} == pytest.approx(said, rel=1e-9)
 
 
 # The command.
