@@ -6,6 +6,7 @@ pass over the whole row. No slots: what is in flight is a list of rows. No
 chunks: time goes by in ticks. No tiles, no padding, no masks: every row has its
 own length. No jit.
 
+  admit      which rows are begun
   rollout    which rows leave, with which tokens
   score      what the models say of them
   shape      -> rewards, advantages, returns
@@ -130,6 +131,30 @@ class Sampler:
     row.versions.append(version)
     if token in self.eos_ids or length == self.max_response_len:
       row.finished_at = tick
+
+
+def admit(
+  rows: list[Row],
+  next_uid: int,
+  prompt_of: Callable[[int], tuple[list[int], int]],
+  *,
+  num_in_flight: int,
+  group_size: int,
+  version: int,
+) -> list[Row]:
+  """New rows, so that B + delta are in flight; whole groups, none if too many.
+
+  Args:
+    rows: in flight now.
+    next_uid: uid of the first new row.
+    prompt_of: uid -> prompt, target_len.
+    num_in_flight: B + delta.
+    group_size: rows that are admitted together.
+    version: policy version now.
+  """
+  missing = max(num_in_flight - len(rows), 0)
+  uids = range(next_uid, next_uid + missing - missing % group_size)
+  return [Row(uid, *prompt_of(uid), admitted_at=version) for uid in uids]
 
 
 def rollout(

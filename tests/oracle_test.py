@@ -219,7 +219,7 @@ def quick_compilation():
   jax.config.update("jax_disable_most_optimizations", False)
 
 
-params = functools.cache(tiny.params)
+draw_params = functools.cache(tiny.params)
 
 
 @jax.jit
@@ -390,7 +390,7 @@ class Checker:
       *(EOS_IDS, MAX_RESPONSE_LEN),
       noise=lambda uid, position: noise[uid, position],
     )
-    draw = lambda name, k: params(e.models[name], 4 * (work.seed % 4) + k)
+    draw = lambda name, k: draw_params(e.models[name], 4 * (work.seed % 4) + k)
     trained = dict(policy=draw("policy", 0), critic=draw("critic", 1))
     # The reference is another model: an untrained policy has KL to it.
     self.frozen = dict(reference=draw("policy", 2), reward=draw("reward", 3))
@@ -410,19 +410,25 @@ class Checker:
     """All steps; counts what there was to see."""
     e, work = self.engine, self.work
     sizes = e.fns.sizes
-    rows, tick, in_flight = [], 0, flight.init(e.fns)
-    for step, (delta, chunk_size) in enumerate(
+    rows, next_uid, tick = [], 0, 0
+    in_flight = flight.init(e.fns)
+
+    def prompt_of(uid):
+      prompt = work.prompt_of(uid)
+      return prompt.tokens.tolist(), prompt.target_len
+
+    for version, (delta, chunk_size) in enumerate(
       zip(work.deltas, work.chunk_sizes)
     ):
-      version = step
-      missing = sizes.batch_size + delta - len(rows)
-      for _ in range(max(missing, 0) // sizes.group_size * sizes.group_size):
-        uid = self.seen["admitted"]
-        prompt = work.prompt_of(uid)
-        rows.append(
-          oracle.Row(uid, prompt.tokens.tolist(), prompt.target_len, version)
-        )
-        self.seen["admitted"] += 1
+      new = oracle.admit(
+        rows,
+        next_uid,
+        prompt_of,
+        num_in_flight=sizes.batch_size + delta,
+        group_size=sizes.group_size,
+        version=version,
+      )
+      rows, next_uid = rows + new, next_uid + len(new)
       in_flight = flight.admit(
         e.fns,
         in_flight,
@@ -472,7 +478,7 @@ class Checker:
       in_flight = flight.after_update(e.fns, in_flight)
       self.seen["deferred rows"] += len(deferred)
       self.seen["tokens of an earlier policy"] += sum(
-        v < step for r in batch for v in r.versions
+        v < version for r in batch for v in r.versions
       )
       self.seen["tokens"] += sum(len(row.response) for row in batch)
       rows, tick = deferred, now

@@ -55,6 +55,15 @@ def test_integer_scores_are_not_truncated():
   assert got.dtype == jnp.float32
 
 
+def test_fractions_of_scores_reach_the_rewards():
+  got = rewards.token_rewards(
+    jnp.array([0.25, -1.75, 0.5]), KL, MASK, kl_coef=0.0, position="after_eos"
+  )
+  np.testing.assert_array_equal(
+    got, [[0.0, 0.0, 0.25], [0.0, 0.0, -1.75], [0.5, 0.0, 0.0]]
+  )
+
+
 def test_the_penalty_comes_after_the_clip():
   scores = rewards.final_scores(
     jnp.array([9.0, -9.0, 9.0, -9.0]),
