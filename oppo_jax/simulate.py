@@ -16,7 +16,6 @@ look at scores: those of the run, or a made-up curve, 1 - exp(-step /
 score_rise) plus noise.
 """
 
-import itertools
 import json
 import pathlib
 import resource
@@ -224,10 +223,11 @@ def common_of(
 
 def table(made: list[dict[str, Any]], *, most: int) -> list[str]:
   """Lines: every run, or the best of each arm if they are more than `most`."""
-  lines = []
-  for group, rows in itertools.groupby(
-    sorted(made, key=sweep.group_of), key=sweep.group_of
-  ):
+  lines: list[str] = []
+  groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+  for row in made:
+    groups.setdefault(sweep.group_of(row), []).append(row)
+  for group, rows in groups.items():
     rows = sorted(rows, key=lambda row: -row["trained_per_s"])
     best = rows[0]
     if len(made) > most:

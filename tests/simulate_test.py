@@ -16,6 +16,7 @@ from oppo_jax import (
   controllers,
   costs,
   metrics,
+  packing,
   predict,
   schedule,
   sweep,
@@ -69,6 +70,33 @@ def test_the_drawing_of_the_schedule():
   assert step.calls["kept"].streamed.tolist() == [4, 1]
   # Longest row that decodes: 1 .. 6 tokens, all rows have the same prefix.
   assert step.columns == 1 + 2 + 3 + 4 + 5 + 6
+
+
+def test_the_longest_prefix_is_that_of_rows_that_still_decode():
+  lengths = traces.Lengths(np.array([3, 1, 5]), np.array([2, 5, 3]))
+  (step,) = schedule.replay(RULES._replace(batch_size=3), lengths.of, [(0, 4)])
+  # uid 2 holds 5, 6, 7 tokens and ends; then uid 1, the last one, 4, 5.
+  assert step.columns == 5 + 6 + 7 + 4 + 5
+
+
+def test_micro_batches_are_those_of_the_packing_or_a_few_less():
+  rng = np.random.default_rng(0)
+  fewer = []
+  for shortest, longest in ((1, 20), (1, 60), (1, 100), (51, 100)):
+    for _ in range(50):
+      row_len = rng.integers(shortest, longest + 1, 24)
+      plan = packing.plan(
+        row_len,
+        order_seed=(0,),
+        num_epochs=2,
+        num_minibatches=1,
+        width=100,
+        micro_rows=3,
+      )
+      update = schedule.Update(2, 1, micro_rows=3, width=100)
+      fewer.append(int(plan.num_micro.sum()) - update.micro_batches(row_len))
+  assert set(fewer) <= {0, 2}  # one micro-batch less in each epoch
+  assert np.mean(np.array(fewer) > 0) < 0.2
 
 
 def test_two_devices_hide_what_is_scored_meanwhile():
