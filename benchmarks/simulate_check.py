@@ -15,6 +15,7 @@ Seconds are compared as a mean over a run's steps, and only as a ratio; they
 mean something on a machine that does nothing else.
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -161,7 +162,7 @@ def main(argv):
     "largest_error_on_unseen_traces": max(
       (abs(r["predicted_over_measured"] - 1) for r in unseen), default=None
     ),
-    "costs": fitted._asdict() if hasattr(fitted, "_asdict") else vars(fitted),
+    "costs": dataclasses.asdict(fitted),
     "jax": jax.__version__,
     "backend": jax.default_backend(),
     "device": jax.devices()[0].device_kind,

@@ -105,7 +105,7 @@ def work(run: Run) -> tuple[list[costs.Work], bool]:
   """What each step is charged for, and whether it is exact.
 
   Exact is: the lengths give back the ticks of every step. Else the counts of
-  metrics.jsonl are taken, see `costs.work_of_row`.
+  metrics.jsonl are taken, see `costs.work_of_row`; prefill is approximate.
   """
   decisions = [
     (int(row["overlap/delta"]), int(row["overlap/chunk_size"]))
@@ -119,7 +119,10 @@ def work(run: Run) -> tuple[list[costs.Work], bool]:
     prompt_len=float(run.lengths.prompt_len.mean()),
     decode_loop=run.decode_loop,
   )
-  return [costs.work_of_row(r, run.rules, **counted) for r in run.rows], False
+  return [
+    costs.work_of_row(row, run.rules, prefill_calls=s.prefill_calls, **counted)
+    for s, row in zip(steps, run.rows)
+  ], False
 
 
 def fit(runs: Sequence[Run], *, skip: int) -> costs.Costs:

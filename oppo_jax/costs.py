@@ -132,12 +132,13 @@ def work_of_row(
   rules: schedule.Rules,
   *,
   prompt_len: float,
+  prefill_calls: int,
   decode_loop: str,
 ) -> Work:
   """Of a row of metrics.jsonl, where the lengths of the run are not known.
 
-  The longest prefix is not in it, and the policy's prefill is not: their time
-  is counted as that of ticks.
+  The longest prefix is not in it: its time is counted as that of ticks. Nor is
+  the policy's prefill, which must be given.
   """
   ticks, chunks = dispatched(
     *(int(row[f"overlap/{k}"]) for k in ("ticks", "chunks", "chunk_size")),
@@ -149,7 +150,7 @@ def work_of_row(
     ticks=ticks,
     columns=0,
     chunks=chunks,
-    calls=sum(-(-n // rules.tile_rows) for n in tiles),
+    calls=prefill_calls + sum(-(-n // rules.tile_rows) for n in tiles),
     micro_batches=rules.update.micro_batches(np.array([math.ceil(tokens)])),
     tokens=tokens,
   )
