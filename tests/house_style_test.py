@@ -86,11 +86,13 @@ def test_a_module_says_what_it_is_for(path):
 
 
 def test_jit_is_written_in_few_places():
-  """`make_fns` for the loop, and the two supervised stages before it."""
+  """`make_fns` for the loop; the supervised stages before it; proofs beside it."""
   assert where(r"\bjax\.jit\b") == {
     "oppo_jax/overlap.py",
     "oppo_jax/supervised.py",
     "oppo_jax/warm_start.py",
+    "oppo_jax/claims.py",
+    "oppo_jax/one_shot.py",
   }
   assert not where(r"\b(nn|nnx|flax)\.jit\b|import jit|\bpmap\b")
 
