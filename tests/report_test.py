@@ -37,6 +37,7 @@ DONE = overlap.Rollout(
   chunks=3,
   deferred=1,
   tiles={"reward": 4, "critic": 5},
+  slot=np.array([2, 0]),
   row_len=np.array([4, 5]),
 )
 
