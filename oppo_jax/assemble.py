@@ -6,7 +6,7 @@ Reads data, draws no parameters, compiles nothing.
 
 import pathlib
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -26,6 +26,7 @@ from oppo_jax import (
 )
 from oppo_jax import config as config_lib
 from oppo_jax.algos import base as algos_base
+from oppo_jax.models import base as models_base
 from oppo_jax.tasks import base as tasks_base
 
 
@@ -74,6 +75,100 @@ def make_tokenizer(
   )
 
 
+class Engine(NamedTuple):
+  """What a config turns into without its data.
+
+  Attributes:
+    policy: model with the "lm" head.
+    scalar: model with the "scalar" head.
+    algorithm: of `algos`.
+    sampling: how the policy draws.
+    fns: the loop's jitted functions.
+    generation: keywords of `evaluate.make_fns`, for evaluations.
+  """
+
+  policy: models_base.Model
+  scalar: models_base.Model
+  algorithm: algos_base.Algorithm
+  sampling: decode.Sampling
+  fns: flight.Fns
+  generation: dict[str, Any]
+
+
+def build(
+  config: ml_collections.ConfigDict,
+  *,
+  vocab_size: int,
+  eos_ids: tuple[int, ...],
+) -> Engine:
+  """Models and functions, for a vocabulary of this size."""
+  sized = dict(vocab_size=vocab_size, **config.model.to_dict())
+  policy = models.make(config.model_name, head="lm", **sized)
+  scalar = models.make(config.model_name, head="scalar", **sized)
+  r, o = config.rollout, config.overlap
+  sampling = decode.Sampling(
+    temperature=r.temperature,
+    top_k=r.top_k,
+    top_p=r.top_p,
+    eos_ids=eos_ids,
+    max_response_len=r.max_response_len,
+  )
+  tile = score.Tile(
+    config.score.tile_rows, config.score.tile_len, config.score.logprob_chunk
+  )
+  on_gpu = jax.default_backend() == "gpu"
+  auto = "fori" if on_gpu else "while"
+  decode_loop = auto if r.decode_loop == "auto" else r.decode_loop
+  row_len = config_lib.row_len(config)
+  optim = config.optim.to_dict()
+  del optim["pack_width"], optim["micro_rows"]
+  algorithm = algos.make(
+    config.algo_name,
+    config_lib.algo(config),
+    optim,
+    policy=policy,
+    critic=scalar,
+    temperature=r.temperature,
+    top_k=r.top_k,
+    top_p=r.top_p,
+    num_updates=config.num_steps,
+    bin_width=config.optim.pack_width or row_len,
+    micro_rows=config.optim.micro_rows,
+  )
+  scorers = {
+    "reward": scalar,
+    "reference": policy,
+    "critic": scalar,
+    "policy": policy,
+  }
+  fns = overlap.make_fns(
+    sizes=flight.Sizes(
+      num_slots=config_lib.num_slots(config),
+      batch_size=r.batch_size,
+      group_size=algorithm.group_size,
+      max_prompt_len=r.max_prompt_len,
+      row_len=row_len,
+      max_staleness=o.max_staleness,
+      tile=tile,
+      decode_loop=decode_loop,
+      restarts=o.inter == "restart",
+      keep_policy_cache=o.policy_cache == "keep",
+      keep_critic_cache=o.critic_cache == "keep",
+    ),
+    sampling=sampling,
+    policy=policy,
+    scorers={k: v for k, v in scorers.items() if k in algorithm.scorers},
+    algorithm=algorithm,
+  )
+  generation = dict(
+    num_slots=64,
+    max_prompt_len=r.max_prompt_len,
+    tile=tile,
+    decode_loop=decode_loop,
+  )
+  return Engine(policy, scalar, algorithm, sampling, fns, generation)
+
+
 def setup(
   config: ml_collections.ConfigDict,
   workdir: pathlib.Path,
@@ -114,79 +209,14 @@ def setup(
     )
   # Rounded up, for the matrix units; the extra ids are never sampled from text.
   vocab_size = -(-tokens.vocab_size // 8) * 8
-  sized = dict(vocab_size=vocab_size, **config.model.to_dict())
-  policy = models.make(config.model_name, head="lm", **sized)
-  scalar = models.make(config.model_name, head="scalar", **sized)
-
-  r, o = config.rollout, config.overlap
-  sampling = decode.Sampling(
-    temperature=r.temperature,
-    top_k=r.top_k,
-    top_p=r.top_p,
-    eos_ids=tokens.eos_ids,
-    max_response_len=r.max_response_len,
-  )
-  tile = score.Tile(
-    config.score.tile_rows, config.score.tile_len, config.score.logprob_chunk
-  )
-  on_gpu = jax.default_backend() == "gpu"
-  auto = "fori" if on_gpu else "while"
-  decode_loop = auto if r.decode_loop == "auto" else r.decode_loop
-  row_len = config_lib.row_len(config)
-  pack_width = config.optim.pack_width or row_len
-  optim = config.optim.to_dict()
-  del optim["pack_width"], optim["micro_rows"]
-  algorithm = algos.make(
-    config.algo_name,
-    config_lib.algo(config),
-    optim,
-    policy=policy,
-    critic=scalar,
-    temperature=r.temperature,
-    top_k=r.top_k,
-    top_p=r.top_p,
-    num_updates=config.num_steps,
-    bin_width=pack_width,
-    micro_rows=config.optim.micro_rows,
-  )
-  scorers = {
-    "reward": scalar,
-    "reference": policy,
-    "critic": scalar,
-    "policy": policy,
-  }
-  fns = overlap.make_fns(
-    sizes=flight.Sizes(
-      num_slots=config_lib.num_slots(config),
-      batch_size=r.batch_size,
-      group_size=algorithm.group_size,
-      max_prompt_len=r.max_prompt_len,
-      row_len=row_len,
-      max_staleness=o.max_staleness,
-      tile=tile,
-      decode_loop=decode_loop,
-      restarts=o.inter == "restart",
-      keep_policy_cache=o.policy_cache == "keep",
-      keep_critic_cache=o.critic_cache == "keep",
-    ),
-    sampling=sampling,
-    policy=policy,
-    scorers={k: v for k, v in scorers.items() if k in algorithm.scorers},
-    algorithm=algorithm,
-  )
-  generation = dict(
-    num_slots=64,
-    max_prompt_len=r.max_prompt_len,
-    tile=tile,
-    decode_loop=decode_loop,
-  )
-  sampler = evaluate.make_fns(policy, sampling=sampling, **generation)
-  greedy = evaluate.make_fns(
-    policy, sampling=sampling._replace(temperature=0.0), **generation
+  engine = build(config, vocab_size=vocab_size, eos_ids=tokens.eos_ids)
+  sampling, r = engine.sampling, config.rollout
+  generator = lambda sampling: evaluate.make_fns(
+    engine.policy, sampling=sampling, **engine.generation
   )
 
   uids = stream.Stream(
-    len(prompts.tokens), config.seed, group_size=algorithm.group_size
+    len(prompts.tokens), config.seed, group_size=engine.algorithm.group_size
   )
   target_lengths = None
   if r.target_lengths_path:
@@ -205,13 +235,15 @@ def setup(
       forced = int(target_lengths[uid % len(target_lengths)])
     return flight.Prompt(prompts.tokens[uids.index(uid)], forced)
 
-  parts = warm_start.Parts(task, tokens, prompts, policy, scalar, sampler)
+  parts = warm_start.Parts(
+    task, tokens, prompts, engine.policy, engine.scalar, generator(sampling)
+  )
   return Setup(
     parts=parts,
     examples=examples,
-    algorithm=algorithm,
-    fns=fns,
-    greedy=greedy,
+    algorithm=engine.algorithm,
+    fns=engine.fns,
+    greedy=generator(sampling._replace(temperature=0.0)),
     prompt_of=prompt_of,
     row_of=lambda uid: int(prompts.rows[uids.index(uid)]),
     max_response_len=r.max_response_len,

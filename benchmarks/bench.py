@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What benchmarks share: workloads, a random model in the real step, reports.
+
+A benchmark runs `oppo_jax.step.run`, the step that training runs, on random
+prompts with forced response lengths. Text and grading alone are left out.
+"""
+
+import csv
+import gzip
+import json
+import os
+import pathlib
+import platform
+import sys
+import time
+
+import flax
+import jax
+import jaxlib
+import numpy as np
+
+from configs import common
+from oppo_jax import assemble, flight, metrics, step, warm_start
+from oppo_jax import config as config_lib
+from oppo_jax.tasks import base as tasks_base
+
+MODELS = {
+  # The shape that other implementations are compared at.
+  "peer": dict(
+    num_layers=4,
+    width=256,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=64,
+    mlp_dim=1024,
+    tie_embeddings=False,
+  ),
+  "small": dict(
+    num_layers=2,
+    width=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    mlp_dim=192,
+  ),
+}
+VOCAB_SIZE = 512
+
+
+def trace_lengths(path, *, limit, num, seed):
+  """Response lengths of a CSV trace (column output_tokens), scaled to `limit`.
+
+  Drawn without order from the whole trace, so that the longest of the trace
+  fills the response.
+  """
+  path = str(path)
+  opener = gzip.open if path.endswith(".gz") else open
+  with opener(path, "rt") as f:
+    tokens = np.array([int(r["output_tokens"]) for r in csv.DictReader(f)])
+  tokens = tokens[tokens > 0]
+  drawn = np.random.default_rng(seed).choice(tokens, num)
+  return np.clip(np.round(drawn * limit / tokens.max()), 1, limit).astype(int)
+
+
+def lengths_of(workload, *, limit, num, seed=0):
+  """Response lengths, in [1, limit].
+
+  Args:
+    workload: "full", "half" (all at half the limit), "short" (uniform to an
+      eighth of it), "uniform", "geometric" (mean a quarter), "lognormal"
+      (median 48/256 of the limit, sigma 1), "lognormal_half" (the same
+      lengths, halved), or the path of a CSV trace.
+    limit: R.
+    num: how many.
+    seed: of the draw.
+  """
+  rng = np.random.default_rng(seed)
+  lognormal = lambda: np.minimum(
+    np.round(np.exp(rng.normal(np.log(limit * 48 / 256), 1.0, num))), limit
+  )
+  draws = {
+    "full": lambda: np.full(num, limit),
+    "half": lambda: np.full(num, limit // 2),
+    "short": lambda: rng.integers(1, limit // 8 + 1, num),
+    "uniform": lambda: rng.integers(1, limit + 1, num),
+    "geometric": lambda: rng.geometric(4 / limit, num),
+    "lognormal": lognormal,
+    "lognormal_half": lambda: np.round(lognormal() / 2),
+  }
+  if workload not in draws:
+    if not pathlib.Path(workload).is_file():
+      raise ValueError(f"workload {workload!r}: not a file, nor of {[*draws]}")
+    return trace_lengths(workload, limit=limit, num=num, seed=seed)
+  return np.clip(draws[workload](), 1, limit).astype(int)
+
+
+def config_of(
+  arm,
+  *,
+  model,
+  batch_size,
+  delta,
+  prompt_len,
+  response_len,
+  staleness,
+  **changes,
+):
+  """A config of this arm and these sizes; `changes` by dotted key."""
+  config = common.base(arm=arm, preset="openrlhf")
+  config.model.update(MODELS[model])
+  config.rollout.batch_size = batch_size
+  config.rollout.max_prompt_len = prompt_len
+  config.rollout.max_response_len = response_len
+  extra = 0 if config.overlap.inter == "none" else delta
+  config.overlap.delta.update(kind="fixed", init=extra, max=extra)
+  config.overlap.max_staleness = staleness
+  config.update_from_flattened_dict(changes)
+  config_lib.validate(config)
+  return config
+
+
+class _NoText:
+  """A tokenizer for tokens that mean nothing."""
+
+  def decode(self, tokens):
+    del tokens
+    return ""
+
+
+class Arm:
+  """One arm at steady state: every call of `step` is one PPO step.
+
+  Args:
+    config: of `config_of`.
+    lengths: response length of uid 0, 1, ...; then from the start.
+  """
+
+  def __init__(self, config, lengths):
+    engine = assemble.build(config, vocab_size=VOCAB_SIZE, eos_ids=(0,))
+    prompt_len = config.rollout.max_prompt_len
+
+    def prompt_of(uid):
+      rng = np.random.default_rng((7, uid))
+      tokens = rng.integers(1, VOCAB_SIZE, prompt_len).astype(np.int32)
+      return flight.Prompt(tokens, int(lengths[uid % len(lengths)]))
+
+    task = tasks_base.Task(
+      name="none",
+      prompts=None,
+      reward=lambda example, text: 0.0,
+      terse=None,
+      corrupt=None,
+    )
+    self.setup = assemble.Setup(
+      parts=warm_start.Parts(
+        task, _NoText(), None, engine.policy, engine.scalar, None
+      ),
+      examples=[None],
+      algorithm=engine.algorithm,
+      fns=engine.fns,
+      greedy=None,
+      prompt_of=prompt_of,
+      row_of=lambda uid: 0,
+      max_response_len=config.rollout.max_response_len,
+    )
+    init = lambda model, i: model.init(jax.random.key(i))
+    params = {
+      "policy": init(engine.policy, 0),
+      "reward": init(engine.scalar, 1),
+      "critic": init(engine.scalar, 2),
+    }
+    self.config = config
+    self.num_params = sum(x.size for x in jax.tree.leaves(params["policy"]))
+    self.state = step.init(config, self.setup, params)
+    self._timers = metrics.Timers()
+
+  def step(self):
+    """Runs one; its metrics, with wall and CPU seconds."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    self.state, done = step.run(
+      self.config, self.setup, self.state, self._timers
+    )
+    jax.block_until_ready(self.state.train.params)
+    return {
+      **{k: v for k, v in done.row.items() if k.startswith(KEPT)},
+      "wall_s": time.perf_counter() - wall,
+      "cpu_s": time.process_time() - cpu,
+    }
+
+
+KEPT = ("overlap/", "score/tiles", "tokens/", "time/")
+
+
+def conditions():
+  """What every result says of itself."""
+  return {
+    "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
+    **metrics.backend(),
+    "python": platform.python_version(),
+    "jaxlib": jaxlib.__version__,
+    "flax": flax.__version__,
+    "processor": _processor(),
+    "cores": os.cpu_count(),
+    "load_before": os.getloadavg()[0],
+    "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+  }
+
+
+def _module():
+  name = pathlib.Path(sys.argv[0]).stem
+  return f"benchmarks.{name}"
+
+
+def _processor():
+  try:
+    lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+  except OSError:
+    return platform.processor()
+  return next(
+    (x.split(":")[1].strip() for x in lines if x.startswith("model name")), ""
+  )
+
+
+def write(path, result):
+  """Prints the result, and writes it if asked."""
+  if path:
+    metrics.write_json(path, result)
+  else:
+    sys.stdout.write(json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Time of a PPO step, arm by arm, on forced response lengths.
+
+  python -m benchmarks.step --workloads=lognormal,full --out=step.json
+  python -m benchmarks.step --workloads=trace.csv.gz --batch_size=64 --delta=32
+
+Arms run in turn, a step each, so that whatever else the machine does meets all
+of them alike; medians, and ratios to `serial` within the run. The first steps
+compile and fill the slots, and are left out. `serial`, `sequence` and `intra`
+have B slots, `inter` and `oppo` B + delta.
+
+Each step's wall time is split into decode (until the batch is complete; tiles
+scored meanwhile included), score (what was left to score), update, and host
+(the rest); cpu_s is CPU time of all threads.
+"""
+
+import statistics
+import sys
+
+from absl import app, flags
+
+from benchmarks import bench
+
+_WORKLOADS = flags.DEFINE_list("workloads", ["lognormal"], "See bench.py.")
+_ARMS = flags.DEFINE_list(
+  "arms", ["serial", "sequence", "intra", "inter", "oppo"], "Of configs."
+)
+_MODEL = flags.DEFINE_enum("model", "peer", list(bench.MODELS), "Its shape.")
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "B")
+_DELTA = flags.DEFINE_integer("delta", 8, "Prompts in flight beyond B.")
+_STALENESS = flags.DEFINE_integer("max_staleness", 2, "Bound on deferrals.")
+_PROMPT = flags.DEFINE_integer("prompt_len", 32, "P, tokens.")
+_RESPONSE = flags.DEFINE_integer("response_len", 256, "R, tokens.")
+_STEPS = flags.DEFINE_integer("steps", 8, "Measured steps per arm.")
+_WARM_UP = flags.DEFINE_integer("warm_up", 3, "Steps before.")
+_SET = flags.DEFINE_list("set", [], "Config keys: score.tile_len=64, ...")
+_OUT = flags.DEFINE_string("out", None, "JSON file for the result.")
+
+
+def overrides():
+  """--set as a dict; numbers as numbers."""
+  found = {}
+  for pair in _SET.value:
+    key, _, text = pair.partition("=")
+    for kind in (int, float, str):
+      try:
+        found[key] = kind(text)
+        break
+      except ValueError:
+        continue
+  return found
+
+
+def run(workload):
+  """Raw rows of every arm, in the order in which they ran."""
+  num = (_STEPS.value + _WARM_UP.value + 1) * _BATCH_SIZE.value + _DELTA.value
+  lengths = bench.lengths_of(workload, limit=_RESPONSE.value, num=num)
+  arms = {
+    arm: bench.Arm(
+      bench.config_of(
+        arm,
+        model=_MODEL.value,
+        batch_size=_BATCH_SIZE.value,
+        delta=_DELTA.value,
+        prompt_len=_PROMPT.value,
+        response_len=_RESPONSE.value,
+        staleness=_STALENESS.value,
+        **overrides(),
+      ),
+      lengths,
+    )
+    for arm in _ARMS.value
+  }
+  rows = {arm: [] for arm in arms}
+  for index in range(_WARM_UP.value + _STEPS.value):
+    for name, arm in arms.items():
+      row = arm.step()
+      if index >= _WARM_UP.value:
+        rows[name].append(row)
+  return rows
+
+
+def summary(rows):
+  """Medians over the steps of one arm; ticks and tokens as means."""
+  median = lambda of: statistics.median(map(of, rows))
+  mean = lambda key: statistics.mean(r[key] for r in rows)
+  phases = ("time/decode_s", "time/score_s", "time/update_s")
+  return {
+    "wall_s": median(lambda r: r["wall_s"]),
+    "cpu_s": median(lambda r: r["cpu_s"]),
+    "decode_s": median(lambda r: r["time/decode_s"]),
+    "score_s": median(lambda r: r["time/score_s"]),
+    "update_s": median(lambda r: r["time/update_s"]),
+    "host_s": median(lambda r: r["wall_s"] - sum(r[p] for p in phases)),
+    "ticks": mean("overlap/ticks"),
+    "tokens": mean("tokens/trained"),
+    "staleness": mean("overlap/staleness_mean"),
+    "mean_wall_s": mean("wall_s"),
+    "mean_cpu_s": mean("cpu_s"),
+    "tokens_per_s": mean("tokens/trained") / mean("wall_s"),
+  }
+
+
+def table(workload, arms):
+  """Lines for people."""
+  yield (
+    f"{workload}: mean of {_STEPS.value} steps, B = {_BATCH_SIZE.value},"
+    f" delta {_DELTA.value}, R = {_RESPONSE.value}, model {_MODEL.value}"
+  )
+  yield (
+    f"{'arm':9s} {'wall s':>7s} {'CPU s':>7s} {'decode':>7s} {'score':>7s}"
+    f" {'update':>7s} {'host':>7s} {'ticks':>6s} {'tok/s':>7s} {'speed':>6s}"
+    f" {'stale':>6s}"
+  )
+  first = next(iter(arms.values()))
+  for name, s in arms.items():
+    # Steps are unequal, so speed is tokens trained per second.
+    speed = s["tokens_per_s"] / first["tokens_per_s"]
+    yield (
+      f"{name:9s} {s['mean_wall_s']:7.3f} {s['mean_cpu_s']:7.3f}"
+      f" {s['decode_s']:7.3f} {s['score_s']:7.3f} {s['update_s']:7.3f}"
+      f" {s['host_s']:7.3f} {s['ticks']:6.1f} {s['tokens_per_s']:7.0f}"
+      f" {speed:5.2f}x {s['staleness']:6.2f}"
+    )
+
+
+def main(argv):
+  del argv
+  result = bench.conditions() | {"workloads": {}}
+  for workload in _WORKLOADS.value:
+    rows = run(workload)
+    arms = {name: summary(r) for name, r in rows.items()}
+    result["workloads"][workload] = {"arms": arms, "raw": rows}
+    sys.stdout.write("\n".join(table(workload, arms)) + "\n\n")
+    sys.stdout.flush()
+  if _OUT.value:
+    bench.write(_OUT.value, result)
+
+
+if __name__ == "__main__":
+  app.run(main)
