@@ -12,7 +12,12 @@ pytest.importorskip("ipykernel", reason="oppo-jax[notebook]")
 
 ROOT = pathlib.Path(__file__).parents[1]
 TRACES = pathlib.Path(__file__).parents[2] / "shared/data/length_traces"
-NAMES = ("delta_and_lengths",)
+NAMES = ("delta_and_lengths", "gradient_equality", "oppo_walkthrough")
+QUIET = {
+  "CI": "1",  # what a notebook looks at to run for a short time only
+  "JAX_PLATFORMS": "cpu",
+  "PYTHONWARNINGS": "ignore:IProgress not found",  # tqdm, without ipywidgets
+}
 TIMEOUT_S = 300  # a cell, on a busy machine; all of them take a minute or two
 
 
@@ -24,9 +29,9 @@ def code(notebook):
   return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def execute(name, monkeypatch, **environment):
+def execute(name, monkeypatch, environment):
   """Runs it as a reader would, without a screen; returns what was shown."""
-  for key, value in dict(CI="1", JAX_PLATFORMS="cpu", **environment).items():
+  for key, value in (QUIET | environment).items():
     monkeypatch.setenv(key, str(value))
   notebook = read(name)
   client = nbclient.NotebookClient(
@@ -67,10 +72,20 @@ def test_a_notebook_is_clean_and_begins_with_the_set_up(name):
     assert cell.execution_count is None
 
 
+def test_oppo_walkthrough_runs(monkeypatch):
+  outputs = execute("oppo_walkthrough", monkeypatch, {})
+  check_shown(outputs, least_pictures=5)
+
+
+def test_gradient_equality_runs(monkeypatch):
+  outputs = execute("gradient_equality", monkeypatch, {})
+  check_shown(outputs, least_pictures=3)
+
+
 @pytest.mark.parametrize("is_real", [False, True], ids=["drawn", "real"])
 def test_delta_and_lengths_runs(is_real, monkeypatch, tmp_path):
   if is_real and not TRACES.is_dir():
     pytest.skip("the traces are not part of this repository")
   folder = TRACES if is_real else tmp_path
-  outputs = execute("delta_and_lengths", monkeypatch, OPPO_TRACES=folder)
+  outputs = execute("delta_and_lengths", monkeypatch, {"OPPO_TRACES": folder})
   check_shown(outputs, least_pictures=5)
