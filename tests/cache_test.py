@@ -11,7 +11,7 @@ import tiny
 from compare import assert_close, assert_exact
 
 from oppo_jax import score
-from oppo_jax.models import transformer
+from oppo_jax.models import attention
 
 MODEL = tiny.model()
 ROW_LEN, TILE = 22, 8  # three tiles, the last one runs two columns over
@@ -64,7 +64,7 @@ NEW = (100 * np.arange(2)[:, None] + [1.0, 2.0])[..., None, None]
 
 
 def written(start, slots):
-  cache = transformer.write(
+  cache = attention.write(
     jnp.zeros((2, 1, 4, 1)), jnp.asarray(NEW), np.array(start), slots
   )
   return cache[:, 0, :, 0].tolist()
@@ -91,7 +91,7 @@ def test_what_runs_past_the_end_of_a_named_slot_is_dropped_not_moved():
 
 def test_a_read_takes_the_named_slots():
   cache = jnp.arange(3.0)[:, None, None, None]
-  read = lambda slots: transformer.read(cache, slots).reshape(-1).tolist()
+  read = lambda slots: attention.read(cache, slots).reshape(-1).tolist()
   assert read(None) == [0, 1, 2]
   assert read(np.array([2, 0])) == [2, 0]
 

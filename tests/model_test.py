@@ -2,6 +2,7 @@
 """The transformer: one set of numbers, whatever entry they come from."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,13 @@ VARIANTS = {
   "scalar": dict(head="scalar", num_kv_heads=4),
 }
 CAPACITY = 48  # six blocks of 8
+GPT2 = dict(num_positions=CAPACITY, rotary_dim=0, parallel_residual=False)
+# What is claimed of any decoder is claimed of each of these.
+DECODERS = {
+  "llama": tiny.model,
+  "gpt_neox": tiny.gpt,
+  "gpt2": functools.partial(tiny.gpt, **GPT2),
+}
 
 
 def tokens_of(rows, length, seed=0):
@@ -105,6 +113,11 @@ def variant(request):
   return model, tiny.params(model, 0)
 
 
+@pytest.fixture(params=DECODERS)
+def make(request):
+  return DECODERS[request.param]
+
+
 def test_forward_equals_a_llama_written_out_in_numpy(variant):
   model, params = variant
   tokens = tokens_of(2, 11)
@@ -142,13 +155,14 @@ def test_cached_appends_equal_a_forward(variant):
   check_appends(*variant)
 
 
-def test_cached_appends_without_blocks_equal_a_forward():
-  model = tiny.model(attention_block=0)
+@pytest.mark.parametrize("block", [0, 8])
+def test_cached_appends_of_any_decoder_equal_a_forward(make, block):
+  model = make(attention_block=block)
   check_appends(model, tiny.params(model, 0))
 
 
-def test_packed_rows_see_their_own_segment_only():
-  model = tiny.model()
+def test_packed_rows_see_their_own_segment_only(make):
+  model = make()
   params = tiny.params(model, 0)
   a, b = tokens_of(1, 5)[0], tokens_of(1, 9, seed=1)[0]
   # bin     a a a a a b b b b b b b b b . .
@@ -168,12 +182,12 @@ def filled_cache(model, rows, seed):
   return jax.tree.map(draw, shape)
 
 
-def test_attention_by_blocks_equals_dense_attention():
-  params = tiny.params(tiny.model(), 0)
+def test_attention_by_blocks_equals_dense_attention(make):
+  params = tiny.params(make(), 0)
   tokens, start = tokens_of(4, 3), np.array([0, 7, 20, 44], np.int32)
   said = []
   for block in (0, 8, 16):
-    model = tiny.model(attention_block=block)
+    model = make(attention_block=block)
     cache = filled_cache(model, 4, seed=3)
     said.append(apply(model, params, tokens, start, cache)[0])
   assert_close(said[1], said[0])
@@ -182,8 +196,10 @@ def test_attention_by_blocks_equals_dense_attention():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("size", [1, 8])
-def test_a_row_does_not_depend_on_how_far_others_make_the_loop_run(size, dtype):
-  model = tiny.model(dtype=dtype)
+def test_a_row_does_not_depend_on_how_far_others_make_the_loop_run(
+  size, dtype, make
+):
+  model = make(dtype=dtype)
   params = tiny.params(model, 0)
   cache, tokens = filled_cache(model, 4, seed=3), tokens_of(4, size)
   # Row 2 stands at column 5, in block 0; the others make the loop run over
@@ -200,8 +216,8 @@ def test_a_row_does_not_depend_on_how_far_others_make_the_loop_run(size, dtype):
 
 
 @pytest.mark.parametrize("block", [0, 8])
-def test_tiles_of_a_slot_in_one_call_equal_one_after_the_other(block):
-  model = tiny.model(attention_block=block)
+def test_tiles_of_a_slot_in_one_call_equal_one_after_the_other(block, make):
+  model = make(attention_block=block)
   params = tiny.params(model, 0)
   tokens = tokens_of(1, 24)[0].reshape(3, 8)
   start, slots = np.array([0, 8, 16], np.int32), np.array([1, 1, 1], np.int32)
@@ -232,20 +248,20 @@ def test_bfloat16_computes_in_bfloat16_and_answers_in_float32():
   assert 1e-4 < error < 0.05
 
 
-def test_rematerialisation_changes_no_gradient():
+def test_rematerialisation_changes_no_gradient(make):
   tokens = tokens_of(2, 9)
-  params = tiny.params(tiny.model(), 0)
+  params = tiny.params(make(), 0)
 
   def gradient(remat):
-    model = tiny.model(remat=remat)
+    model = make(remat=remat)
     loss = lambda p: (whole(model, p, tokens)[0] ** 3).mean()
     return jax.jit(jax.grad(loss))(params)
 
   assert_close(gradient(True), gradient(False))
 
 
-def test_a_scalar_head_says_one_number_per_token():
-  model = tiny.model("scalar")
+def test_a_scalar_head_says_one_number_per_token(make):
+  model = make("scalar")
   params = tiny.params(model, 0)
   assert not model.is_lm
   said = model.head(params, jnp.ones((2, 3, 32)))
@@ -275,87 +291,97 @@ def test_a_cache_holds_whole_blocks():
   assert shape(attention_block=0) == (5, 2, 22, 8)
 
 
+def test_a_scalar_head_sits_on_the_trunk_of_the_language_model(make):
+  """The reward model starts from the policy's trunk, with its own `out`."""
+  shapes = lambda head: jax.eval_shape(make(head).init, jax.random.key(0))
+  lm, scalar = shapes("lm"), shapes("scalar")
+  assert scalar.pop("out").shape == (32, 1)
+  lm.pop("out", None)
+  assert lm == scalar
+
+
+def plain_gpt(config, params, tokens):
+  """One row, float64, from the formulas; rows of a matrix instead of a batch.
+
+  LayerNorm (Ba et al. 2016), GELU (Hendrycks & Gimpel 2016); GPT-NeoX rotates
+  the first dimensions of a head and adds attention and MLP to one stream
+  (Black et al. 2022).
+  """
+  params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  dim, turned = config.head_dim, config.rotary_dim
+  half = turned // 2
+
+  def norm(x, p):
+    x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps)
+    return x * p["scale"] + p["bias"]
+
+  def dense(x, p):
+    return x @ p["kernel"] + p.get("bias", 0.0)
+
+  def gelu(x):
+    if config.activation == "gelu":
+      return x * np.vectorize(math.erf)(x / 2**0.5) / 2 + x / 2
+    inner = (2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)
+    return x * (1 + np.tanh(inner)) / 2
+
+  def rotate(x):  # [T, dim]
+    out = x.copy()
+    for t in range(len(x)):
+      for i in range(half):
+        angle = t / config.rope_theta ** (2 * i / turned)
+        a, b = x[t, i], x[t, i + half]
+        out[t, i] = a * np.cos(angle) - b * np.sin(angle)
+        out[t, i + half] = b * np.cos(angle) + a * np.sin(angle)
+    return out
+
+  def attention(x, p):
+    q, k, v = np.split(dense(x, p["qkv"]), 3, axis=-1)
+    mixed = []
+    for h in range(config.num_heads):
+      part = slice(h * dim, (h + 1) * dim)
+      scores = rotate(q[:, part]) @ rotate(k[:, part]).T / np.sqrt(dim)
+      scores = np.where(np.tri(len(x)) > 0, scores, -np.inf)
+      weights = np.exp(scores - scores.max(-1, keepdims=True))
+      mixed.append(weights / weights.sum(-1, keepdims=True) @ v[:, part])
+    return dense(np.concatenate(mixed, -1), p["o"])
+
+  x = params["embedding"][tokens]
+  if config.num_positions:
+    x = x + params["position_embedding"][: len(tokens)]
+  for i in range(config.num_layers):
+    p = params[f"layer_{i}"]
+    mlp = lambda y, p=p: dense(
+      gelu(dense(norm(y, p["mlp_norm"]), p["up"])), p["down"]
+    )
+    added = attention(norm(x, p["attention_norm"]), p["attention"])
+    x = x + added + mlp(x if config.parallel_residual else x + added)
+  x = norm(x, params["norm"])
+  is_tied = config.head == "lm" and config.tie_embeddings
+  return x @ (params["embedding"].T if is_tied else params["out"])
+
+
+@pytest.mark.parametrize(
+  "changes",
+  [
+    dict(),
+    dict(parallel_residual=False, rotary_dim=8, attention_bias=False),
+    dict(**GPT2, activation="gelu_tanh", tie_embeddings=True),
+    dict(head="scalar", num_positions=20),
+  ],
+)
+def test_forward_equals_a_gpt_written_out_in_numpy(changes):
+  model = tiny.gpt(**changes)
+  params = tiny.params(model, 0)
+  tokens = tokens_of(2, 11)
+  _, got = whole(model, params, tokens)
+  want = np.stack([plain_gpt(model.config, params, row) for row in tokens])
+  assert want.std() > 0.3
+  assert_close(np.asarray(got), want.astype(np.float32))
+
+
 def test_an_unknown_model_or_key_is_named():
   with pytest.raises(ValueError, match="rnn"):
     models.make("rnn")
   with pytest.raises(ValueError, match="depth"):
     tiny.model(depth=3)
-
-
-# Hugging Face.
-
-
-def hugging_face(family, config):
-  """A random model of the family, and its weights in our tree."""
-  torch = pytest.importorskip("torch")
-  transformers = pytest.importorskip("transformers")
-  sized = dict(
-    vocab_size=config.vocab_size,
-    hidden_size=config.width,
-    intermediate_size=config.mlp_dim,
-    num_hidden_layers=config.num_layers,
-    num_attention_heads=config.num_heads,
-    num_key_value_heads=config.num_kv_heads,
-    head_dim=config.head_dim,
-    rms_norm_eps=config.norm_eps,
-    rope_theta=config.rope_theta,
-    tie_word_embeddings=config.tie_embeddings,
-    max_position_embeddings=64,
-  )
-  torch.manual_seed(0)
-  theirs = getattr(transformers, f"{family}ForCausalLM")(
-    getattr(transformers, f"{family}Config")(**sized)
-  )
-  theirs = theirs.eval().float()
-  with torch.no_grad():
-    for p in theirs.parameters():  # away from 1 and 0, and large enough
-      p += 0.1 * torch.randn(p.shape)
-  w = {k: v.numpy() for k, v in theirs.state_dict().items()}
-
-  def linear(name):
-    ours = {"kernel": w[f"{name}.weight"].T}
-    return ours | ({"bias": w[f"{name}.bias"]} if f"{name}.bias" in w else {})
-
-  def layer(i):
-    at = f"model.layers.{i}"
-    attention = {x: linear(f"{at}.self_attn.{x}_proj") for x in "qkvo"}
-    if config.qk_norm:
-      for x in ("q_norm", "k_norm"):
-        attention[x] = {"scale": w[f"{at}.self_attn.{x}.weight"]}
-    return {
-      "attention": attention,
-      "attention_norm": {"scale": w[f"{at}.input_layernorm.weight"]},
-      "mlp_norm": {"scale": w[f"{at}.post_attention_layernorm.weight"]},
-      **{x: linear(f"{at}.mlp.{x}_proj") for x in ("gate", "up", "down")},
-    }
-
-  ours = {
-    "embedding": w["model.embed_tokens.weight"],
-    "norm": {"scale": w["model.norm.weight"]},
-    **{f"layer_{i}": layer(i) for i in range(config.num_layers)},
-  }
-  if not config.tie_embeddings:
-    ours["out"] = w["lm_head.weight"].T
-  return lambda x: theirs(torch.tensor(x)).logits.detach().numpy(), ours
-
-
-@pytest.mark.filterwarnings("ignore")  # not ours: torch and transformers
-@pytest.mark.parametrize(
-  ("family", "changes"),
-  [
-    ("Llama", dict(tie_embeddings=False)),
-    ("Qwen2", dict(qkv_bias=True, tie_embeddings=False)),
-    ("Qwen3", dict(qk_norm=True, head_dim=16)),
-  ],
-)
-def test_logits_equal_those_of_hugging_face(family, changes):
-  model = tiny.model(**changes)
-  theirs, params = hugging_face(family, model.config)
-  assert jax.tree.structure(params) == jax.tree.structure(
-    model.init(jax.random.key(0))
-  )
-  tokens = tokens_of(3, 40)
-  want = theirs(tokens)
-  assert want.std() > 0.3
-  _, got = whole(model, params, tokens)
-  assert_close(got, want, atol=1e-4)

@@ -243,7 +243,7 @@ MUTANTS = (
   # Tiles, caches, and what survives an update.
   Mutant(
     "a cache write past the end is clamped",
-    "models/transformer.py",
+    "models/attention.py",
     '.set(new, mode="drop")',
     '.set(new, mode="clip")',
     "cache",
@@ -356,7 +356,7 @@ MUTANTS = (
   ),
   Mutant(
     "the online softmax is not rescaled",
-    "models/transformer.py",
+    "models/attention.py",
     "keep = jnp.exp(top - new_top)",
     "keep = jnp.ones_like(top)",
     "oracle",

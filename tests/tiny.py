@@ -80,6 +80,29 @@ def model(head="lm", **changes):
   return models.make("transformer", head=head, **config | changes)
 
 
+def gpt(head="lm", **changes):
+  """The other decoder, of two layers: GPT-NeoX, if nothing is changed."""
+  config = dict(
+    vocab_size=VOCAB,
+    num_layers=2,
+    width=32,
+    num_heads=4,
+    mlp_dim=64,
+    num_positions=0,
+    rotary_dim=4,
+    rope_theta=100.0,
+    norm_eps=1e-5,
+    parallel_residual=True,
+    activation="gelu",
+    attention_bias=True,
+    tie_embeddings=False,
+    dtype="float32",
+    attention_block=8,
+    remat=False,
+  )
+  return models.make("gpt", head=head, **config | changes)
+
+
 def params(model, seed):
   """Parameters far from their special values: logits of order one.
 

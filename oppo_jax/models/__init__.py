@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models by name. A new one is one file and one line here."""
 
-from oppo_jax.models import base, transformer
+from oppo_jax.models import base, gpt, transformer
 
 # A file has `make`, `SCHEMA` (the keys of config.model) and `conflicts`.
-MODELS = {"transformer": transformer}
+MODELS = {"transformer": transformer, "gpt": gpt}
 
 
 def make(name: str, **kwargs) -> base.Model:

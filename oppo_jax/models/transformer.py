@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Llama-family decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-The cache is an explicit pytree in the layout [rows, K, row_len, D/H], one pair
-per layer, written in place when donated. Layers are unrolled.
+Layers are unrolled. `models.gpt` is its sibling for what came before Llama.
 """
 
 import dataclasses
@@ -13,14 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from oppo_jax import types
+from oppo_jax.models import attention, rope
 from oppo_jax.schema import BOOL, choice, integer, number
-
-MASKED = -1e30  # finite, so that a row with every key masked stays finite
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
   """Sizes and choices of one decoder.
+
+  The fields with a default are properties of published checkpoints, and none
+  of a config's.
 
   Attributes:
     vocab_size: V.
@@ -40,6 +41,11 @@ class Config:
       blocks of n columns up to the longest row in use (online softmax).
     remat: recompute each layer's activations in the backward pass.
     head: "lm" (logits) or "scalar" (a value or a score).
+    o_bias: a bias on the output projection of attention too.
+    mlp_bias: biases in the SwiGLU block.
+    rope_scaling: how the rotary frequencies were changed for longer rows.
+    max_row_len: longer rows are refused, 0 = none: within the width of its
+      sliding window a model attends to everything.
   """
 
   vocab_size: int
@@ -58,6 +64,10 @@ class Config:
   attention_block: int
   remat: bool
   head: str
+  o_bias: bool = False
+  mlp_bias: bool = False
+  rope_scaling: rope.Scaling | None = None
+  max_row_len: int = 0
 
 
 SCHEMA = {  # of config.model; vocab_size and head are not the user's to set
@@ -99,104 +109,6 @@ class Norm(nn.Module):
     return (y * scale).astype(x.dtype)
 
 
-def rope(x, positions, *, theta):
-  """Rotates pairs (i, i + half) of each head by position * theta^(-i / half).
-
-  x: [rows, C, heads, dim], positions: [rows, C]. Su et al. 2021, in the
-  half-split pairing of the Hugging Face checkpoints.
-  """
-  half = x.shape[-1] // 2
-  frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-  angle = positions[..., None, None].astype(jnp.float32) * frequency
-  cos, sin = jnp.cos(angle), jnp.sin(angle)  # [rows, C, 1, half]
-  a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-  rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-  return rotated.astype(x.dtype)
-
-
-def write(cache, new, start, slots):
-  """Puts new [rows, C, K, dim] into cache [S, K, L, dim] at column `start`.
-
-  With `slots` given, row i goes to row slots[i] of the cache, and rows whose
-  slot is out of range are dropped.
-  """
-  new = new.astype(cache.dtype)
-  if slots is None:
-    put = lambda c, n, at: lax.dynamic_update_slice(c, n, (0, at, 0))
-    return jax.vmap(put)(cache, new.swapaxes(1, 2), start)
-  columns = start[:, None] + jnp.arange(new.shape[1])  # [rows, C]
-  return cache.at[slots[:, None], :, columns].set(new, mode="drop")
-
-
-def read(cache, slots):
-  """Rows `slots` of the cache; out-of-range slots read some valid row."""
-  return cache if slots is None else cache.at[slots].get(mode="clip")
-
-
-def attend(q, k, v, mask):
-  """Softmax attention over whole rows, statistics in float32.
-
-  q: [rows, C, K, H/K, dim]; k, v: [rows, K, L, dim];
-  mask: [rows, 1, 1, C, L], true = may be seen.
-  """
-  scores = jnp.einsum(
-    "rckgd,rkld->rkgcl", q, k, preferred_element_type=jnp.float32
-  )
-  scores = jnp.where(mask, scores * q.shape[-1] ** -0.5, MASKED)
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  return jnp.einsum("rkgcl,rkld->rckgd", weights, v)
-
-
-def attend_blocks(q, k, v, positions, slots, *, block):
-  """The same over blocks of columns, up to the longest prefix of this call.
-
-  An online softmax (Milakov & Gimelshein 2018) over fixed blocks. A block that
-  lies wholly beyond a row leaves that row's sums as they are, bit for bit
-  (exp(0) = 1 times the old sum, plus exact zeros), so a row's result does not
-  depend on how far the other rows make the loop run.
-
-    block        0        1        2
-    row 0   [x x x x][x . . .][. . . .]     third block: exact no-op
-    row 1   [x x x x][x x x x][x x . .]
-  """
-  rows, c, kv, group, dim = q.shape
-  scale = dim**-0.5
-
-  def one_block(j, carry):
-    top, total, acc = carry
-    cut = lambda x: read(
-      lax.dynamic_slice_in_dim(x, j * block, block, 2), slots
-    )
-    kb, vb = cut(k), cut(v)
-    s = jnp.einsum(
-      "rckgd,rkld->rkgcl", q, kb, preferred_element_type=jnp.float32
-    )
-    seen = j * block + jnp.arange(block) <= positions[:, None, None, :, None]
-    s = jnp.where(seen, s * scale, MASKED)
-    new_top = jnp.maximum(top, s.max(axis=-1))
-    # With nothing to see, add exact zeros, not exp(MASKED - MASKED).
-    p = jnp.where(seen, jnp.exp(s - new_top[..., None]), 0.0)
-    keep = jnp.exp(top - new_top)
-    total = total * keep + p.sum(axis=-1)
-    new = jnp.einsum(
-      "rkgcl,rkld->rkgcd",
-      p.astype(vb.dtype),
-      vb,
-      preferred_element_type=jnp.float32,
-    )
-    return new_top, total, acc * keep[..., None] + new
-
-  shape = (rows, kv, group, c)
-  carry = (
-    jnp.full(shape, MASKED, jnp.float32),
-    jnp.zeros(shape, jnp.float32),
-    jnp.zeros((*shape, dim), jnp.float32),
-  )
-  num_blocks = jnp.max(positions) // block + 1
-  _, total, acc = lax.fori_loop(0, num_blocks, one_block, carry)
-  return jnp.moveaxis(acc / total[..., None], 3, 1).astype(q.dtype)
-
-
 class Attention(nn.Module):
   config: Config
 
@@ -218,26 +130,13 @@ class Attention(nn.Module):
         Norm(c.norm_eps, name="q_norm")(q),
         Norm(c.norm_eps, name="k_norm")(k),
       )
-    q = rope(q, positions, theta=c.rope_theta)
-    k = rope(k, positions, theta=c.rope_theta)
-    group = c.num_heads // c.num_kv_heads
-    q = q.reshape(rows, length, c.num_kv_heads, group, c.head_dim)
-    if cache is None:
-      out = attend(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
-    else:
-      # All rows are written before any row is read: one call may hold several
-      # tiles of the same slot, and a later one sees the earlier ones.
-      cache = write(cache[0], k, start, slots), write(cache[1], v, start, slots)
-      if c.attention_block:
-        out = attend_blocks(
-          q, *cache, positions, slots, block=c.attention_block
-        )
-      else:
-        out = attend(q, read(cache[0], slots), read(cache[1], slots), mask)
-    out = out.reshape(rows, length, c.num_heads * c.head_dim)
-    return nn.Dense(c.width, use_bias=False, dtype=x.dtype, name="o")(
-      out
-    ), cache
+    turn = dict(theta=c.rope_theta, scaling=c.rope_scaling)
+    q, k = rope.rotate(q, positions, **turn), rope.rotate(k, positions, **turn)
+    out, cache = attention.causal(
+      q, k, v, positions, mask, start, cache, slots, block=c.attention_block
+    )
+    out = nn.Dense(c.width, use_bias=c.o_bias, dtype=x.dtype, name="o")(out)
+    return out, cache
 
 
 class Block(nn.Module):
@@ -247,7 +146,7 @@ class Block(nn.Module):
   def __call__(self, x, positions, mask, start, cache, slots):
     c = self.config
     dense = lambda size, name: nn.Dense(
-      size, use_bias=False, dtype=x.dtype, name=name
+      size, use_bias=c.mlp_bias, dtype=x.dtype, name=name
     )
     y = Norm(c.norm_eps, name="attention_norm")(x)
     y, cache = Attention(c, name="attention")(
@@ -305,9 +204,10 @@ class Decoder(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-  """The `Model` made of a `Decoder`: pure functions of (params, arrays)."""
+  """The `Model` made of a decoder: pure functions of (params, arrays)."""
 
   config: Config
+  decoder: type[nn.Module] = Decoder
 
   @property
   def vocab_size(self) -> int:
@@ -323,10 +223,15 @@ class Transformer:
 
   def init(self, rng: jax.Array) -> types.Params:
     tokens = jnp.zeros((1, 1), jnp.int32)
-    return Decoder(self.config).init(rng, tokens)["params"]
+    return self.decoder(self.config).init(rng, tokens)["params"]
 
   def init_cache(self, num_rows: int, row_len: int) -> types.KVCache:
     c = self.config
+    if 0 < c.max_row_len < row_len:
+      raise ValueError(
+        f"a row of {row_len} columns is too long for this model: at most"
+        f" {c.max_row_len}"
+      )
     if c.attention_block:  # whole blocks only
       row_len = -(-row_len // c.attention_block) * c.attention_block
     shape = (num_rows, c.num_kv_heads, row_len, c.head_dim)
@@ -337,7 +242,7 @@ class Transformer:
     positions = start[:, None] + jnp.arange(tokens.shape[1])  # [rows, C]
     columns = jnp.arange(cache[0][0].shape[2])
     mask = columns <= positions[:, None, None, :, None]  # [rows, 1, 1, C, L]
-    return Decoder(self.config).apply(
+    return self.decoder(self.config).apply(
       {"params": params},
       *(tokens, positions, mask, start, cache, slots),
       method="hidden",
@@ -347,7 +252,7 @@ class Transformer:
     width = tokens.shape[1]
     causal = jnp.arange(width)[:, None] >= jnp.arange(width)
     mask = causal & (segments[:, :, None] == segments[:, None, :])
-    hidden, _ = Decoder(self.config).apply(
+    hidden, _ = self.decoder(self.config).apply(
       {"params": params},
       *(tokens, positions, mask[:, None, None]),
       method="hidden",
@@ -355,9 +260,13 @@ class Transformer:
     return hidden
 
   def head(self, params, hidden):
-    return Decoder(self.config).apply({"params": params}, hidden, method="head")
+    return self.decoder(self.config).apply(
+      {"params": params}, hidden, method="head"
+    )
 
 
-def make(**kwargs) -> Transformer:
-  """Takes the fields of `Config`."""
-  return Transformer(Config(**kwargs))
+def make(*, rope_scaling=None, **kwargs) -> Transformer:
+  """Takes the fields of `Config`; `rope_scaling` as a dict of its fields."""
+  if rope_scaling is not None:
+    rope_scaling = rope.Scaling(**rope_scaling)
+  return Transformer(Config(rope_scaling=rope_scaling, **kwargs))

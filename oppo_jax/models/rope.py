@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary embeddings, also those that were stretched to longer rows."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+
+KINDS = ("linear", "llama3", "yarn")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+  """How the frequencies of a shorter model were changed.
+
+  A frequency that turns often within the original length is kept, one that
+  turns seldom is divided by `factor`, and in between the two are mixed.
+
+  Attributes:
+    kind: one of `KINDS`; "linear" divides all of them.
+    factor: how many times longer.
+    original_len: row length before the change, in tokens.
+    low: turns within `original_len` up to which a frequency is divided.
+    high: turns from which on it is kept; "linear" reads neither.
+    attention_factor: on queries and keys alike ("yarn").
+    truncate: the bounds of the mix are whole indices ("yarn").
+  """
+
+  kind: str
+  factor: float
+  original_len: int = 0
+  low: float = 0.0
+  high: float = 0.0
+  attention_factor: float = 1.0
+  truncate: bool = True
+
+  def __post_init__(self):
+    if self.kind not in KINDS:
+      raise ValueError(f"rope_scaling: kind={self.kind!r}: not one of {KINDS}")
+
+
+def frequencies(half: int, *, theta: float, scaling: Scaling) -> np.ndarray:
+  """Radians per position of each pair, [half] float32.
+
+  Chen et al. 2023 ("linear"), the Llama 3.1 model card ("llama3", mixed by
+  number of turns), Peng et al. 2023 ("yarn", mixed by index of the pair).
+  """
+  index = np.arange(half)
+  plain = theta ** (-index / half)
+  if scaling.kind == "linear":
+    kept = np.zeros(half)
+  elif scaling.kind == "llama3":
+    turns = scaling.original_len * plain / (2 * math.pi)
+    kept = (turns - scaling.low) / (scaling.high - scaling.low)
+  else:
+    first, last = (  # pairs that turn `high` and `low` times
+      half * math.log(scaling.original_len / (n * 2 * math.pi), theta)
+      for n in (scaling.high, scaling.low)
+    )
+    if scaling.truncate:
+      first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * half - 1)
+    kept = 1 - (index - first) / max(last - first, 1e-3)
+  kept = np.clip(kept, 0.0, 1.0)
+  return (plain * (kept + (1 - kept) / scaling.factor)).astype(np.float32)
+
+
+def rotate(x, positions, *, theta, scaling=None):
+  """Rotates pairs (i, i + half) of each head by position * theta^(-i / half).
+
+  x: [rows, C, heads, dim], positions: [rows, C]. Su et al. 2021, in the
+  half-split pairing of the Hugging Face checkpoints.
+  """
+  half = x.shape[-1] // 2
+  if scaling is None:
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+  else:
+    frequency = frequencies(half, theta=theta, scaling=scaling)
+  angle = positions[..., None, None].astype(jnp.float32) * frequency
+  cos, sin = jnp.cos(angle), jnp.sin(angle)  # [rows, C, 1, half]
+  if scaling is not None:
+    cos, sin = (y * scaling.attention_factor for y in (cos, sin))
+  a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+  rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return rotated.astype(x.dtype)
