@@ -19,6 +19,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
   config = ml_collections.ConfigDict()
   config.seed = 0
   config.num_steps = 100  # PPO updates, one batch each
+  config.compile_cache = "user"  # user | workdir | off: where programs are kept
 
   # What is asked, and how text becomes tokens.
   config.task_name = "arithmetic"

@@ -14,7 +14,15 @@ from typing import Any
 
 import ml_collections
 
-from oppo_jax import algos, chunking, delta, models, stream, tasks
+from oppo_jax import (
+  algos,
+  chunking,
+  compile_cache,
+  delta,
+  models,
+  stream,
+  tasks,
+)
 from oppo_jax.algos import optim
 from oppo_jax.schema import (
   BOOL,
@@ -42,6 +50,7 @@ FIT = {  # a supervised stage, see `supervised.FitConfig`
 SCHEMA: dict[str, Rule] = {
   "seed": integer(0),
   "num_steps": integer(0),
+  "compile_cache": choice(*compile_cache.CHOICES),
   "task_name": choice(*tasks.TASKS),
   "task": SECTION,  # the task checks its own
   "tokenizer.kind": choice("char", "byte", "bpe", "hf"),

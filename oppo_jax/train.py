@@ -25,6 +25,7 @@ from oppo_jax import (
   assemble,
   checkpoint,
   cli,
+  compile_cache,
   controllers,
   evaluate,
   keys,
@@ -195,6 +196,7 @@ def main(args: flags.FlagValues) -> None:
   config_lib.validate(config)
   if (workdir / "summary.json").exists():
     raise ValueError(f"--workdir={workdir}: holds a finished run already")
+  compile_cache.enable(config.compile_cache, workdir)
   train(config, workdir)
 
 

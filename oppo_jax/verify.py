@@ -26,7 +26,16 @@ import ml_collections
 import numpy as np
 from absl import flags
 
-from oppo_jax import assemble, audit, claims, cli, flight, metrics, warm_start
+from oppo_jax import (
+  assemble,
+  audit,
+  claims,
+  cli,
+  compile_cache,
+  flight,
+  metrics,
+  warm_start,
+)
 from oppo_jax import config as config_lib
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # nats, values, gradients
@@ -136,6 +145,7 @@ def main(args: flags.FlagValues) -> None:
   config_lib.validate(args.config)
   began = time.perf_counter()
   with tempfile.TemporaryDirectory() as temporary:
+    compile_cache.enable(args.config.compile_cache, pathlib.Path(temporary))
     bench = make_bench(
       args.config,
       workdir=args.workdir,

@@ -33,3 +33,9 @@ def compiled_once(tmp_path_factory):
     compilation_cache.reset_cache()
     if settings is options:
       yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache_folder(tmp_path_factory):
+  """Commands that tests start keep nothing in the user's cache folder."""
+  os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
