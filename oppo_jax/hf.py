@@ -44,7 +44,8 @@ CHOICES = ("dtype", "attention_block", "remat", "head")
 Sharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+  """A JSON object; a ValueError names the file that has none."""
   try:
     found = json.loads(path.read_text())
   except (ValueError, UnicodeDecodeError) as e:
@@ -87,7 +88,7 @@ def load_config(folder: str | os.PathLike) -> tuple[str, dict[str, Any]]:
   path = folder / CONFIG
   if not path.is_file():
     raise FileNotFoundError(f"{path}: no such file")
-  family = _family(_read_json(path), path)
+  family = _family(read_json(path), path)
   try:
     theirs = _transformers().AutoConfig.from_pretrained(
       folder, local_files_only=True
@@ -125,10 +126,20 @@ def _check_model(folder: pathlib.Path, model: transformer.Transformer) -> None:
       )
 
 
+def head(folder: str | os.PathLike) -> str:
+  """Which head a folder holds: "scalar" (a reward model) or "lm"."""
+  found = shards.find(pathlib.Path(folder).expanduser())
+  return "scalar" if base.SCORE in found else "lm"
+
+
+def shapes(model: transformer.Transformer) -> types.Params:
+  """The tree of a model's parameters, as `jax.ShapeDtypeStruct`s."""
+  return jax.eval_shape(model.init, jax.random.key(0))
+
+
 def _shapes(model: transformer.Transformer) -> dict[str, tuple[int, ...]]:
   """Paths and shapes of the model's parameters."""
-  tree = jax.eval_shape(model.init, jax.random.key(0))
-  flat = traverse_util.flatten_dict(tree, sep=".")
+  flat = traverse_util.flatten_dict(shapes(model), sep=".")
   return {path: x.shape for path, x in flat.items()}
 
 
@@ -187,11 +198,11 @@ def _check_tensors(
     extra.remove(family.head)
   if extra:
     raise ValueError(f"{folder}: unexpected: {_listed(extra)}")
-  shapes = _shapes(model)
+  expected = _shapes(model)
   for name, row in rows.items():
     saw = found[name].shape
     back = base.LAYOUTS[row.layout][1]
-    want = np.broadcast_to(np.zeros((), np.int8), shapes[row.ours])
+    want = np.broadcast_to(np.zeros((), np.int8), expected[row.ours])
     want = back(want, model.config.num_heads).shape
     if saw != want:
       what = ""
@@ -229,7 +240,7 @@ def load_params(
   folder = pathlib.Path(folder).expanduser()
   _check_model(folder, model)
   path = folder / CONFIG
-  family = _family(_read_json(path), path)
+  family = _family(read_json(path), path)
   found = shards.find(folder)
   rows = _rows(family, model, found)
   _check_tensors(folder, found, rows, family, model)
@@ -297,7 +308,7 @@ def save(
   else:
     source = pathlib.Path(source).expanduser()
     _check_model(source, model)
-    raw, found = _read_json(source / CONFIG), shards.find(source)
+    raw, found = read_json(source / CONFIG), shards.find(source)
     model_type = raw["model_type"]
   family = families.FAMILIES[model_type]
   if tokens is not None and tokens.vocab_size > model.vocab_size:

@@ -44,7 +44,12 @@ class Tensor(NamedTuple):
   shape: tuple[int, ...]
 
 
-def _read_header(path: pathlib.Path) -> dict[str, Tensor]:
+def read_header(path: pathlib.Path) -> dict[str, Tensor]:
+  """All tensors of one file by name.
+
+  Raises:
+    ValueError: it is damaged, or a tensor is of a type that is not read.
+  """
   from safetensors import SafetensorError, safe_open
 
   try:
@@ -81,7 +86,7 @@ def find(folder: pathlib.Path) -> dict[str, Tensor]:
   if not index.is_file():
     if not (folder / SINGLE).is_file():
       raise FileNotFoundError(f"{folder}: no {SINGLE} and no {INDEX}")
-    return _read_header(folder / SINGLE)
+    return read_header(folder / SINGLE)
   try:
     weight_map = json.loads(index.read_text())["weight_map"]
   except (ValueError, KeyError, TypeError) as e:
@@ -90,7 +95,7 @@ def find(folder: pathlib.Path) -> dict[str, Tensor]:
   for file in sorted(set(weight_map.values())):
     if not (folder / file).is_file():
       raise FileNotFoundError(f"{index}: names {file}, which is not there")
-    found |= _read_header(folder / file)
+    found |= read_header(folder / file)
   for name, file in weight_map.items():
     if name not in found or found[name].path != folder / file:
       raise ValueError(f"{index}: tensor {name!r} is not in {file}")

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from compare import assert_exact
 
 from configs import ablation, gsm8k
+from oppo_jax import checkpoint, convert, hf, metrics, tokenizer, train
 from oppo_jax import config as config_lib
-from oppo_jax import metrics, train
 
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
@@ -248,6 +249,22 @@ def test_the_other_files_are_there(run):
   for row, decision in zip(done.rows, done.decisions):
     assert row["overlap/delta"] == decision["delta"]
     assert row["overlap/chunk_size"] == decision["chunk_size"]
+
+
+@pytest.mark.parametrize(
+  ("name", "head"), [("policy", "lm"), ("critic", "scalar")]
+)
+def test_a_run_becomes_a_hugging_face_folder(run, name, head, tmp_path):
+  workdir = run("oppo").workdir
+  file, out = f"params/{name}.safetensors", tmp_path / name
+  convert.convert(workdir, out, file=file)
+  assert hf.head(out) == head
+  model = hf.make_model(out, **convert.CHOICES, head=head)
+  params = hf.load_params(out, model, dtype="float32")
+  assert_exact(params, checkpoint.load_params(workdir / file, params))
+  told, told_out = (tokenizer.load(x) for x in (workdir / "tokenizer", out))
+  assert told.encode("12+7=") == told_out.encode("12+7=")
+  assert told.eos_ids == told_out.eos_ids
 
 
 def test_every_prompt_is_trained_on_once_and_in_time(run):
