@@ -95,6 +95,23 @@ class Engine(NamedTuple):
   generation: dict[str, Any]
 
 
+def devices_of(placement: str) -> tuple[jax.Device, jax.Device] | None:
+  """Where the policy and where the scorers run; None = one device for all.
+
+  Raises:
+    ValueError: there is no second device.
+  """
+  if placement == "colocated":
+    return None
+  found = jax.devices()
+  if len(found) < 2:
+    raise ValueError(
+      f"config.overlap.placement={placement!r}: needs two devices, jax sees"
+      f" {found}"
+    )
+  return found[0], found[1]
+
+
 def build(
   config: ml_collections.ConfigDict,
   *,
@@ -159,6 +176,7 @@ def build(
     policy=policy,
     scorers={k: v for k, v in scorers.items() if k in algorithm.scorers},
     algorithm=algorithm,
+    devices=devices_of(o.placement),
   )
   generation = dict(
     num_slots=64,

@@ -80,6 +80,7 @@ SCHEMA: dict[str, Rule] = {
   "score.logprob_chunk": integer(1),
   "reward.model_weight": number(),
   "reward.rule_weight": number(),
+  "overlap.placement": choice("colocated", "disaggregated"),
   "overlap.intra": choice("none", "sequence", "chunk"),
   "overlap.inter": choice("none", "resume", "restart"),
   "overlap.max_staleness": STALENESS,

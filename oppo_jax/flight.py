@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from oppo_jax import score, types
@@ -48,7 +49,10 @@ class Sizes(NamedTuple):
 
 
 class Fns(NamedTuple):
-  """The jitted functions, and the sizes they were made for."""
+  """The jitted functions, the sizes they were made for, and where they run.
+
+  `devices` are that of the policy and that of the scorers; None = one for all.
+  """
 
   init: Callable
   admit: Callable
@@ -59,6 +63,19 @@ class Fns(NamedTuple):
   update: Callable
   cast: Callable
   sizes: Sizes
+  devices: tuple[jax.Device, jax.Device] | None
+
+  def for_scorers(self, tree):
+    """A copy where the scorers run; the tree itself if it is there already."""
+    return (
+      tree if self.devices is None else jax.device_put(tree, self.devices[1])
+    )
+
+  def for_policy(self, tree):
+    """The same for where the policy is."""
+    return (
+      tree if self.devices is None else jax.device_put(tree, self.devices[0])
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +126,7 @@ class Prompt(NamedTuple):
 def init(fns: Fns) -> OverlapState:
   """Nothing in flight."""
   buffer, cache, scorers = fns.init()
+  scorers = fns.for_scorers(scorers)
   num = fns.sizes.num_slots
   return OverlapState(
     slots=buffer,

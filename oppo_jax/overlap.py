@@ -35,6 +35,7 @@ def make_fns(
   policy: models_base.Model,
   scorers: dict[str, models_base.Model],
   algorithm: algos_base.Algorithm | None,
+  devices: tuple[jax.Device, jax.Device] | None = None,
 ) -> Fns:
   """Compiles nothing yet; says what is jitted, static and donated.
 
@@ -54,6 +55,7 @@ def make_fns(
     policy: model that decodes.
     scorers: by name: "reward", "reference", "critic", "policy".
     algorithm: gives `update`; None where nothing is trained (evaluation).
+    devices: of the policy and of the scorers; None = one for all.
   """
   if sizes.batch_size % sizes.group_size:
     raise ValueError(
@@ -126,6 +128,7 @@ def make_fns(
       lambda params: jax.tree.map(lambda x: x.astype(policy.dtype), params)
     ),
     sizes=sizes,
+    devices=devices,
   )
 
 
@@ -172,6 +175,8 @@ def score_rows(
     calls, after = tiling.calls_of(
       frontier[name], limit, num_rows=tile.rows, flush=flush
     )
+    if calls:
+      tokens = fns.for_scorers(tokens)
     for slot, index in calls:
       scorers[name] = fns.append[name](
         params[name], scorers[name], tokens, slot, index
@@ -236,10 +241,13 @@ def rollout(
   """
   first_tick, before = state.tick, int(state.length[state.in_flight].sum())
   state = prefill_policy(fns, state, params["policy"])
+  scorer_params = fns.for_scorers({k: params[k] for k in state.scorers})
   num_tiles = dict.fromkeys(state.scorers, 0)
 
   def run_scorers(state, tokens, rows, *, flush):
-    state, more = score_rows(fns, state, params, tokens, rows, flush=flush)
+    state, more = score_rows(
+      fns, state, scorer_params, tokens, rows, flush=flush
+    )
     for name, n in more.items():
       num_tiles[name] += n
     return state
@@ -275,6 +283,7 @@ def rollout(
     state = run_scorers(state, report.tokens, seen.selected, flush=True)
 
   outputs = {name: s.outputs for name, s in state.scorers.items()}
+  outputs = fns.for_policy(outputs)
   buffer, batch = fns.harvest(state.slots, outputs, np.int32(version))
   after = int(state.length[state.in_flight].sum())
   taken = np.flatnonzero(seen.selected)

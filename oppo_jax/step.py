@@ -109,8 +109,8 @@ def init(
     in_flight=flight.init(s.fns),
     train=s.algorithm.init({k: copy(params[k]) for k in ("policy", "critic")}),
     frozen={
-      "reference": s.fns.cast(params["policy"]),
-      "reward": s.fns.cast(params["reward"]),
+      name: s.fns.for_scorers(s.fns.cast(params[model]))
+      for name, model in (("reference", "policy"), ("reward", "reward"))
     },
   )
 
