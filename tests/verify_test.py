@@ -5,6 +5,7 @@ Each defect is planted into a copy of one function for one test; the proof must
 fail, at the claim that the defect breaks, and name the place.
 """
 
+import argparse
 import dataclasses
 import json
 import pathlib
@@ -46,6 +47,7 @@ def small():
   config.overlap.delta.update(kind="fixed", init=4, max=4)
   config.optim.policy_lr = 1e-2  # so that what is stale shows
   config.optim.critic_lr = 1e-2
+  config.compile_cache = "off"
   return config
 
 
@@ -308,3 +310,44 @@ def test_a_config_that_went_through_json_is_the_same(finished):
   assert config.overlap.chunk.sizes == small().overlap.chunk.sizes
   assert pathlib.Path(finished / "config.json").exists()
   assert types.Slots.FREE == -1
+
+
+@pytest.mark.parametrize(
+  ("changes", "says"),
+  [
+    ({"config": None}, "--config: must be given, or --audit"),
+    ({"claims": ["G1", "G9"]}, "--claims=G1,G9: must be of G1, G2, G3, G4, G5"),
+    ({"claims": []}, "--claims=: must be of G1"),
+    ({"updates": 1}, "--updates=1: must be an integer >= 2"),
+    ({"workdir": "no/such"}, "--workdir=no/such: holds no stages"),
+  ],
+)
+def test_bad_flags_are_named(changes, says):
+  args = dict(config=small(), claims=["G1"], updates=2, workdir=None)
+  args = argparse.Namespace(**args | {"audit": None, "out": None} | changes)
+  with pytest.raises(ValueError) as e:
+    verify.main(args)
+  assert str(e.value).startswith(says)
+
+
+def test_the_command_ends_with_0_only_if_all_holds(tmp_path, monkeypatch):
+  args = argparse.Namespace(
+    config=small(),
+    claims=["G5"],
+    updates=2,
+    workdir=None,
+    audit=None,
+    out=str(tmp_path / "report.json"),
+  )
+  with pytest.raises(SystemExit) as e:
+    verify.main(args)
+  assert e.value.code == 0
+  report = json.loads((tmp_path / "report.json").read_text())
+  assert [row["found"] for row in report["rows"]] == ["EXACT"]
+  assert report["conditions"]["exact_is_promised"]
+
+  lost = claims.Row("G5", "x", "", "EXACT", "FAIL", 0.0, 0, "there", 0.0)
+  monkeypatch.setitem(claims.CLAIMS, "G5", lambda bench, traces: iter([lost]))
+  with pytest.raises(SystemExit) as e:
+    verify.main(args)
+  assert e.value.code == 1
