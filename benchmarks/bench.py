@@ -5,8 +5,6 @@ A benchmark runs `oppo_jax.step.run`, the step that training runs, on random
 prompts with forced response lengths. Text and grading alone are left out.
 """
 
-import csv
-import gzip
 import json
 import os
 import pathlib
@@ -20,7 +18,7 @@ import jaxlib
 import numpy as np
 
 from configs import common
-from oppo_jax import assemble, flight, metrics, step, warm_start
+from oppo_jax import assemble, flight, metrics, step, traces, warm_start
 from oppo_jax import config as config_lib
 from oppo_jax.tasks import base as tasks_base
 
@@ -48,18 +46,13 @@ VOCAB_SIZE = 512
 
 
 def trace_lengths(path, *, limit, num, seed):
-  """Response lengths of a CSV trace (column output_tokens), scaled to `limit`.
+  """Response lengths of a CSV trace, scaled so that its longest fills `limit`.
 
-  Drawn without order from the whole trace, so that the longest of the trace
-  fills the response.
+  Drawn without order from the whole trace.
   """
-  path = str(path)
-  opener = gzip.open if path.endswith(".gz") else open
-  with opener(path, "rt") as f:
-    tokens = np.array([int(r["output_tokens"]) for r in csv.DictReader(f)])
-  tokens = tokens[tokens > 0]
+  tokens = traces.load(str(path), where="", prompt_len=1).response_len
   drawn = np.random.default_rng(seed).choice(tokens, num)
-  return np.clip(np.round(drawn * limit / tokens.max()), 1, limit).astype(int)
+  return np.round(drawn * limit / tokens.max())
 
 
 def lengths_of(workload, *, limit, num, seed=0):
@@ -90,7 +83,9 @@ def lengths_of(workload, *, limit, num, seed=0):
   if workload not in draws:
     if not pathlib.Path(workload).is_file():
       raise ValueError(f"workload {workload!r}: not a file, nor of {[*draws]}")
-    return trace_lengths(workload, limit=limit, num=num, seed=seed)
+    draws[workload] = lambda: trace_lengths(
+      workload, limit=limit, num=num, seed=seed
+    )
   return np.clip(draws[workload](), 1, limit).astype(int)
 
 

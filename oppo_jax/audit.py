@@ -18,8 +18,6 @@ import numpy as np
 from oppo_jax import assemble, checkpoint, metrics, one_shot, types, warm_start
 from oppo_jax import config as config_lib
 
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # nats, values
-
 
 class Check(NamedTuple):
   """Numbers of one kind and version, logged and recomputed.
@@ -160,7 +158,7 @@ def run(workdir: pathlib.Path, *, log: Callable[[str], None]) -> bool:
     ValueError: there is no finished run there, or it logged no rows.
   """
   config = load_config(workdir)
-  bound, good = TOLERANCE[config.model.dtype], True
+  bound, good = one_shot.TOLERANCE[config.model.dtype], True
   for c in checks(workdir, log=log):
     verdict = "CLOSE" if c.max_abs <= bound else "FAIL"
     good &= verdict == "CLOSE"

@@ -16,6 +16,8 @@ from oppo_jax import metrics, ops, types
 from oppo_jax.models import base
 
 ROWS = 16  # rows per call
+# How far a decode step or a tile may be from it: nats, values.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
 
 
 @functools.partial(jax.jit, static_argnames=("model", "chunk", "sampling"))

@@ -34,11 +34,10 @@ from oppo_jax import (
   compile_cache,
   flight,
   metrics,
+  one_shot,
   warm_start,
 )
 from oppo_jax import config as config_lib
-
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}  # nats, values, gradients
 
 # What makes a GPU program give the same bits twice.
 GPU_FLAGS = (
@@ -94,7 +93,7 @@ def make_bench(
       s.prompt_of, max_response_len=limit, seed=config.seed
     )
     s = s._replace(prompt_of=forced)
-  tolerance = TOLERANCE[config.model.dtype]
+  tolerance = one_shot.TOLERANCE[config.model.dtype]
   return claims.Bench(config, s, params, num_updates, tolerance)
 
 
