@@ -296,7 +296,9 @@ def save(
     source: folder that the parameters started from. Its config.json is kept
       but for the head and the type, and its tokenizer files are copied. None =
       a config is made: of the first family that has all this model has.
-    tokens: tokenizer to write, instead of the source's files.
+    tokens: tokenizer to write, instead of the source's files. Beside "qwen2"
+      transformers' AutoTokenizer reads it as one of that family:
+      PreTrainedTokenizerFast reads it as it is.
     max_bytes: of one file of weights.
 
   Raises:

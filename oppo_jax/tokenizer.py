@@ -127,7 +127,15 @@ def load(folder: str | os.PathLike) -> Tokenizer:
     raise FileNotFoundError(f"tokenizer: path={str(folder)!r} is not a folder")
   folder = pathlib.Path(folder).expanduser()
   _, transformers = _libraries()
-  hf = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+  auto = transformers.AutoTokenizer
+  settings = folder / "tokenizer_config.json"
+  if settings.is_file():
+    # What tokenizer.json says holds. Beside a config.json of model_type "qwen2"
+    # AutoTokenizer replaces it by the rules of that family.
+    kind = json.loads(settings.read_text()).get("tokenizer_class")
+    if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+      auto = transformers.PreTrainedTokenizerFast
+  hf = auto.from_pretrained(folder, local_files_only=True)
   eos_ids = [] if hf.eos_token_id is None else [hf.eos_token_id]
   extras = folder / _EXTRAS
   if extras.is_file():
