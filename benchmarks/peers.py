@@ -15,8 +15,9 @@ reward model; random weights) on the same number of prompts of the same length,
 with the same response lengths in the same batches, one epoch, one minibatch.
 Each (implementation, workload) is a process; those of a workload take turns, a
 step each, after warm-up steps that are left out. Per step: wall seconds, CPU
-seconds of the process (all threads), response tokens trained. Peak RSS is of
-the whole process, compilation included.
+seconds of the process (all threads), response tokens trained, and the CPU
+seconds that other processes took meanwhile, which should be about none. Peak
+RSS is of the whole process, compilation included.
 
 `oppo` trains on the first B of B + delta prompts that finish, so its batches
 are its own; compare CPU seconds per 1000 tokens.
@@ -37,7 +38,7 @@ from benchmarks import bench
 _WORKLOADS = flags.DEFINE_list(
   "workloads",
   ["lognormal", "full", "lognormal_half"],
-  "See bench.py; at steady load lognormal_half shows what halving buys.",
+  "See bench.py; lognormal_half beside lognormal shows what halving buys.",
 )
 _PEERS = flags.DEFINE_list("peers", ["trl", "tunix", "ours"], "Who takes part.")
 _ARMS = flags.DEFINE_list("arms", ["serial", "oppo"], "Of ours.")
@@ -89,6 +90,16 @@ def python_of(peer):
     )
     done.write_text(wanted)
   return str(python)
+
+
+def machine_cpu_s():
+  """CPU seconds of everything that runs here, since the machine started."""
+  try:
+    line = pathlib.Path("/proc/stat").read_text().splitlines()[0]
+  except OSError:
+    return float("nan")
+  user, nice, system = map(int, line.split()[1:4])
+  return (user + nice + system) / os.sysconf("SC_CLK_TCK")
 
 
 def names():
@@ -162,14 +173,19 @@ def run(workload, seed):
       for worker in workers:
         worker.receive()  # ready
       found = {w.name: {"steps": []} for w in workers}
-      for index in range(steps):
+      for _ in range(_WARM_UP.value):
+        for worker in workers:
+          worker.send()
+        for worker in workers:
+          worker.receive()
+      for index in range(_STEPS.value):
         order = workers if index % 2 == 0 else workers[::-1]
         for worker in order:
-          load = os.getloadavg()[0]
+          before = machine_cpu_s()
           worker.send()
-          row = worker.receive() | {"load_before": load}
-          if index >= _WARM_UP.value:
-            found[worker.name]["steps"].append(row)
+          row = worker.receive()
+          row["others_cpu_s"] = machine_cpu_s() - before - row["cpu_s"]
+          found[worker.name]["steps"].append(row)
       for worker in workers:
         found[worker.name] |= worker.receive()
     finally:
@@ -187,6 +203,7 @@ def summary(rounds):
     "cpu_s": mean("cpu_s"),
     "cpu_s_min": min(row["cpu_s"] for row in rows),
     "cpu_s_max": max(row["cpu_s"] for row in rows),
+    "others_cpu_s": mean("others_cpu_s"),
     "tokens": mean("tokens"),
     "tokens_per_s": mean("tokens") / mean("wall_s"),
     "cpu_s_per_1000": 1000 * mean("cpu_s") / mean("tokens"),
@@ -197,7 +214,11 @@ def summary(rounds):
 def table(workload, found):
   """Lines for people."""
   num = _STEPS.value * _ROUNDS.value
-  yield f"{workload}: means of {num} steps of B = {_BATCH_SIZE.value}"
+  others = statistics.mean(s["others_cpu_s"] for s in found.values())
+  yield (
+    f"{workload}: means of {num} steps of B = {_BATCH_SIZE.value}; other"
+    f" processes used {others:.2f} CPU s meanwhile"
+  )
   yield (
     f"{'':8s} {'wall s':>7s} {'CPU s':>7s} {'(min - max)':>15s}"
     f" {'tokens':>7s} {'tok/s':>7s} {'CPU s/1000 tok':>15s} {'peak MiB':>9s}"
@@ -232,6 +253,8 @@ def main(argv):
     result["workloads"][workload] = {"means": means[workload], "raw": rounds}
     sys.stdout.write("\n".join(table(workload, means[workload])) + "\n\n")
     sys.stdout.flush()
+    if _OUT.value:
+      bench.write(_OUT.value, result)
   if {"lognormal", "lognormal_half"} <= set(means):
     sys.stdout.write("lognormal / lognormal_half, wall and CPU s per step:\n")
     for name, s in means["lognormal"].items():
@@ -239,8 +262,6 @@ def main(argv):
       ratios = (s[key] / half[key] for key in ("wall_s", "cpu_s"))
       sys.stdout.write(f"{name:8s} " + " ".join(f"{r:.2f}" for r in ratios))
       sys.stdout.write("\n")
-  if _OUT.value:
-    bench.write(_OUT.value, result)
 
 
 if __name__ == "__main__":
