@@ -14,8 +14,8 @@ import ml_collections
 from oppo_jax import (
   algos,
   decode,
-  evaluate,
   flight,
+  generation,
   models,
   overlap,
   score,
@@ -84,7 +84,7 @@ class Engine(NamedTuple):
     algorithm: of `algos`.
     sampling: how the policy draws.
     fns: the loop's jitted functions.
-    generation: keywords of `evaluate.make_fns`, for evaluations.
+    generation: keywords of `generation.make_fns`, for evaluations.
   """
 
   policy: models_base.Model
@@ -178,13 +178,13 @@ def build(
     algorithm=algorithm,
     devices=devices_of(o.placement),
   )
-  generation = dict(
+  generating = dict(
     num_slots=64,
     max_prompt_len=r.max_prompt_len,
     tile=tile,
     decode_loop=decode_loop,
   )
-  return Engine(policy, scalar, algorithm, sampling, fns, generation)
+  return Engine(policy, scalar, algorithm, sampling, fns, generating)
 
 
 def setup(
@@ -229,7 +229,7 @@ def setup(
   vocab_size = -(-tokens.vocab_size // 8) * 8
   engine = build(config, vocab_size=vocab_size, eos_ids=tokens.eos_ids)
   sampling, r = engine.sampling, config.rollout
-  generator = lambda sampling: evaluate.make_fns(
+  generator = lambda sampling: generation.make_fns(
     engine.policy, sampling=sampling, **engine.generation
   )
 

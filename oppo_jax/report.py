@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from oppo_jax import evaluate, metrics, overlap, types
+from oppo_jax import generation, metrics, overlap, types
 
 
 def step_row(
@@ -124,8 +124,8 @@ class Totals:
 
 def table(
   summary: Mapping[str, Any],
-  before: Mapping[str, evaluate.Accuracy],
-  after: Mapping[str, evaluate.Accuracy],
+  before: Mapping[str, generation.Accuracy],
+  after: Mapping[str, generation.Accuracy],
 ) -> list[str]:
   """The lines a run ends with."""
   lines = [""]

@@ -27,7 +27,7 @@ from oppo_jax import (
   cli,
   compile_cache,
   controllers,
-  evaluate,
+  generation,
   keys,
   metrics,
   report,
@@ -65,14 +65,14 @@ class HeldOut(NamedTuple):
 
   def accuracy(
     self, s: assemble.Setup, policy: types.Params, when: str
-  ) -> dict[str, evaluate.Accuracy]:
+  ) -> dict[str, generation.Accuracy]:
     """Greedy, and sampled as in training; says what it found."""
     found = {}
     for name, fns in (("greedy", s.greedy), ("sampled", s.parts.sampler)):
-      found[name] = evaluate.grade(
+      found[name] = generation.grade(
         s.parts.task,
         self.examples,
-        evaluate.generate(fns, policy, self.prompts, run_key=self.key),
+        generation.generate(fns, policy, self.prompts, run_key=self.key),
         tokens=s.parts.tokens,
         max_response_len=s.max_response_len,
       )

@@ -24,8 +24,8 @@ import numpy as np
 
 from oppo_jax import (
   checkpoint,
-  evaluate,
   flight,
+  generation,
   keys,
   metrics,
   stream,
@@ -52,7 +52,7 @@ class Parts(NamedTuple):
     prompts: training prompts.
     policy: model with the "lm" head.
     scalar: model with the "scalar" head.
-    sampler: `evaluate.make_fns` at the training temperature.
+    sampler: `generation.make_fns` at the training temperature.
   """
 
   task: tasks_base.Task
@@ -219,7 +219,7 @@ def sampled_pairs(
   examples = parts.task.prompts("train")
   num = min(section.num_prompts, len(parts.prompts.tokens))
   k = section.num_samples
-  responses = evaluate.generate(
+  responses = generation.generate(
     parts.sampler,
     policy,
     [parts.prompts.tokens[i] for i in range(num) for _ in range(k)],

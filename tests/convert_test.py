@@ -16,7 +16,7 @@ from oppo_jax import (
   checkpoint,
   convert,
   decode,
-  evaluate,
+  generation,
   hf,
   llama2c,
   score,
@@ -51,7 +51,7 @@ def test_a_pretrained_model_tells_the_published_story(stories):
   params = hf.load_params(stories, model, dtype="float32")
   tokens = tokenizer.load(stories)
   assert tokens.eos_ids == (llama2c.EOS, llama2c.BOS)
-  fns = evaluate.make_fns(
+  fns = generation.make_fns(
     model,
     sampling=decode.Sampling(
       temperature=0.0,
@@ -67,7 +67,7 @@ def test_a_pretrained_model_tells_the_published_story(stories):
   )
   bos = np.array([tokens.bos_id], np.int32)
   opening = [tokens.bos_id, *tokens.encode("Once upon a time")]
-  said = evaluate.generate(
+  said = generation.generate(
     fns,
     params,
     [bos, np.array(opening, np.int32)],

@@ -12,7 +12,7 @@ import pytest
 import tiny
 from compare import assert_close, assert_exact
 
-from oppo_jax import decode, evaluate, score, slots, types
+from oppo_jax import decode, generation, score, slots, types
 
 NUM_SLOTS, MAX_PROMPT_LEN, ROW_LEN = 8, 5, 22
 RUN_KEY = jax.random.key(7)
@@ -462,7 +462,7 @@ def test_a_forced_end_that_would_never_be_drawn_has_a_finite_logprob():
 
 @pytest.fixture(scope="module")
 def generate():
-  fns = evaluate.make_fns(
+  fns = generation.make_fns(
     EMBEDDING,
     sampling=tiny.SAMPLING,
     num_slots=NUM_SLOTS,
@@ -470,7 +470,7 @@ def generate():
     tile=score.Tile(rows=3, length=8, logprob_chunk=16),
     decode_loop="while",
   )
-  return lambda prompts: evaluate.generate(
+  return lambda prompts: generation.generate(
     fns, PARAMS[EMBEDDING], prompts, run_key=RUN_KEY
   )
 
@@ -502,7 +502,7 @@ def test_accuracy_counts_what_was_cut_at_the_limit():
   )
   # Right; wrong and cut; right and ends on the last token: not cut.
   responses = [np.array(x) for x in ([1, 9], [1, 2, 3, 4], [1, 2, 3, 9])]
-  got = evaluate.grade(
+  got = generation.grade(
     task, ["19", "7", "1239"], responses, tokens=tokens, max_response_len=4
   )
   assert got.accuracy == pytest.approx(2 / 3)

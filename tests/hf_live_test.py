@@ -15,7 +15,7 @@ from compare import assert_close
 from fixtures import make
 from hf_test import model_of, say_decode, say_whole
 
-from oppo_jax import decode, evaluate, hf, score, tokenizer
+from oppo_jax import decode, generation, hf, score, tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -56,7 +56,7 @@ def test_scores_of_other_models_are_those_of_torch(name, tmp_path):
 
 def greedy(model, params, prompts, *, eos_ids, max_response_len):
   """Our continuations, by the loop of training."""
-  fns = evaluate.make_fns(
+  fns = generation.make_fns(
     model,
     sampling=decode.Sampling(0.0, 0, 1.0, eos_ids, max_response_len),
     num_slots=16,
@@ -64,7 +64,7 @@ def greedy(model, params, prompts, *, eos_ids, max_response_len):
     tile=score.Tile(rows=4, length=8, logprob_chunk=16),
     decode_loop="while",
   )
-  said = evaluate.generate(fns, params, prompts, run_key=jax.random.key(0))
+  said = generation.generate(fns, params, prompts, run_key=jax.random.key(0))
   return [row.tolist() for row in said]
 
 

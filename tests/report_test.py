@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from oppo_jax import evaluate, overlap, report, types
+from oppo_jax import generation, overlap, report, types
 
 
 def batch():
@@ -140,8 +140,8 @@ SUMMARY = dict(
 
 
 def test_the_table_says_what_was_gained():
-  before = {"greedy": evaluate.Accuracy(0.25, 9.0, 0.0)}
-  after = {"greedy": evaluate.Accuracy(0.75, 8.0, 0.0)}
+  before = {"greedy": generation.Accuracy(0.25, 9.0, 0.0)}
+  after = {"greedy": generation.Accuracy(0.75, 8.0, 0.0)}
   lines = report.table(SUMMARY, before, after)
   (greedy,) = [line for line in lines if "greedy" in line]
   assert greedy.split() == ["greedy", "0.250", "0.750"]

@@ -9,7 +9,14 @@ import tiny
 from compare import assert_exact
 from ml_collections import ConfigDict
 
-from oppo_jax import evaluate, stream, supervised, tasks, tokenizer, warm_start
+from oppo_jax import (
+  generation,
+  stream,
+  supervised,
+  tasks,
+  tokenizer,
+  warm_start,
+)
 from oppo_jax.tasks import base as tasks_base
 
 MAX_RESPONSE_LEN = 30
@@ -162,7 +169,7 @@ def scripted(monkeypatch, parts, responses_of):
     eos = parts.tokens.eos_id
     return [np.array([*parts.tokens.encode(t), eos]) for t in texts]
 
-  monkeypatch.setattr(evaluate, "generate", generate)
+  monkeypatch.setattr(generation, "generate", generate)
   return asked
 
 

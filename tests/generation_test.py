@@ -10,7 +10,7 @@ import pytest
 import tiny
 from compare import assert_exact
 
-from oppo_jax import evaluate, score, tokenizer
+from oppo_jax import generation, score, tokenizer
 from oppo_jax.tasks import base as tasks_base
 
 MAX_PROMPT_LEN = tiny.SIZES.max_prompt_len
@@ -21,7 +21,7 @@ KEY = jax.random.key(3)
 
 @functools.cache
 def fns(num_slots=8, sampling=tiny.SAMPLING):
-  return evaluate.make_fns(
+  return generation.make_fns(
     tiny.model(),
     sampling=sampling,
     num_slots=num_slots,
@@ -41,7 +41,7 @@ def prompts(num):
 
 
 def generate(prompts, *, run_key=KEY, **kwargs):
-  return evaluate.generate(fns(**kwargs), params(), prompts, run_key=run_key)
+  return generation.generate(fns(**kwargs), params(), prompts, run_key=run_key)
 
 
 def test_a_response_follows_its_own_prompt():
@@ -116,7 +116,7 @@ def ids(text, *, ended):
 
 def test_grades_are_counted():
   """Two of four right; a full response without an EOS is a truncated one."""
-  found = evaluate.grade(
+  found = generation.grade(
     TASK,
     [example("12"), example("7"), example("345"), example("#")],
     [
@@ -128,18 +128,18 @@ def test_grades_are_counted():
     tokens=TOKENS,
     max_response_len=4,
   )
-  assert found == evaluate.Accuracy(2 / 4, 11 / 4, 1 / 4)
+  assert found == generation.Accuracy(2 / 4, 11 / 4, 1 / 4)
 
 
 def test_an_eos_in_the_last_place_is_no_truncation():
-  found = evaluate.grade(
+  found = generation.grade(
     TASK,
     [example("345")],
     [ids("345", ended=True)],
     tokens=TOKENS,
     max_response_len=4,
   )
-  assert found == evaluate.Accuracy(1.0, 4.0, 0.0)
+  assert found == generation.Accuracy(1.0, 4.0, 0.0)
 
 
 def test_the_sampling_of_an_evaluation_is_its_own():
