@@ -148,7 +148,7 @@ class Arm:
     )
     self.setup = assemble.Setup(
       parts=warm_start.Parts(
-        task, _NoText(), None, engine.policy, engine.scalar, None
+        task, _NoText(), None, *engine.models, sampler=None
       ),
       examples=[None],
       algorithm=engine.algorithm,
@@ -160,9 +160,9 @@ class Arm:
     )
     init = lambda model, i: model.init(jax.random.key(i))
     params = {
-      "policy": init(engine.policy, 0),
-      "reward": init(engine.scalar, 1),
-      "critic": init(engine.scalar, 2),
+      "policy": init(engine.models.policy, 0),
+      "reward": init(engine.models.reward, 1),
+      "critic": init(engine.models.critic, 2),
     }
     self.config = config
     self.num_params = sum(x.size for x in jax.tree.leaves(params["policy"]))

@@ -61,7 +61,7 @@ class Case:
     )
     engine = assemble.build(config, vocab_size=bench.VOCAB_SIZE, eos_ids=(0,))
     self.fns, self.chunk = engine.fns, chunk
-    self.params = engine.policy.init(jax.random.key(0))
+    self.params = engine.models.policy.init(jax.random.key(0))
     self.config = config
     tokens = np.ones(live, np.int32)
     self.prompt_of = lambda uid: flight.Prompt(tokens, response)

@@ -18,6 +18,7 @@ from oppo_jax import (
   generation,
   models,
   overlap,
+  pretrained,
   score,
   stream,
   tasks,
@@ -26,7 +27,6 @@ from oppo_jax import (
 )
 from oppo_jax import config as config_lib
 from oppo_jax.algos import base as algos_base
-from oppo_jax.models import base as models_base
 from oppo_jax.tasks import base as tasks_base
 
 
@@ -79,16 +79,14 @@ class Engine(NamedTuple):
   """What a config turns into without its data.
 
   Attributes:
-    policy: model with the "lm" head.
-    scalar: model with the "scalar" head.
+    models: policy, reference, reward model, critic.
     algorithm: of `algos`.
     sampling: how the policy draws.
     fns: the loop's jitted functions.
     generation: keywords of `generation.make_fns`, for evaluations.
   """
 
-  policy: models_base.Model
-  scalar: models_base.Model
+  models: pretrained.Models
   algorithm: algos_base.Algorithm
   sampling: decode.Sampling
   fns: flight.Fns
@@ -120,8 +118,9 @@ def build(
 ) -> Engine:
   """Models and functions, for a vocabulary of this size."""
   sized = dict(vocab_size=vocab_size, **config.model.to_dict())
-  policy = models.make(config.model_name, head="lm", **sized)
-  scalar = models.make(config.model_name, head="scalar", **sized)
+  found = pretrained.alike(
+    lambda head: models.make(config.model_name, head=head, **sized)
+  )
   r, o = config.rollout, config.overlap
   sampling = decode.Sampling(
     temperature=r.temperature,
@@ -143,8 +142,8 @@ def build(
     config.algo_name,
     config_lib.algo(config),
     optim,
-    policy=policy,
-    critic=scalar,
+    policy=found.policy,
+    critic=found.critic,
     temperature=r.temperature,
     top_k=r.top_k,
     top_p=r.top_p,
@@ -152,12 +151,8 @@ def build(
     bin_width=config.optim.pack_width or row_len,
     micro_rows=config.optim.micro_rows,
   )
-  scorers = {
-    "reward": scalar,
-    "reference": policy,
-    "critic": scalar,
-    "policy": policy,
-  }
+  order = ("reward", "reference", "critic", "policy")
+  scorers = {name: getattr(found, name) for name in order}
   fns = overlap.make_fns(
     sizes=flight.Sizes(
       num_slots=config_lib.num_slots(config),
@@ -173,7 +168,7 @@ def build(
       keep_critic_cache=o.critic_cache == "keep",
     ),
     sampling=sampling,
-    policy=policy,
+    policy=found.policy,
     scorers={k: v for k, v in scorers.items() if k in algorithm.scorers},
     algorithm=algorithm,
     devices=devices_of(o.placement),
@@ -184,7 +179,7 @@ def build(
     tile=tile,
     decode_loop=decode_loop,
   )
-  return Engine(policy, scalar, algorithm, sampling, fns, generating)
+  return Engine(found, algorithm, sampling, fns, generating)
 
 
 def setup(
@@ -230,7 +225,7 @@ def setup(
   engine = build(config, vocab_size=vocab_size, eos_ids=tokens.eos_ids)
   sampling, r = engine.sampling, config.rollout
   generator = lambda sampling: generation.make_fns(
-    engine.policy, sampling=sampling, **engine.generation
+    engine.models.policy, sampling=sampling, **engine.generation
   )
 
   uids = stream.Stream(
@@ -254,7 +249,7 @@ def setup(
     return flight.Prompt(prompts.tokens[uids.index(uid)], forced)
 
   parts = warm_start.Parts(
-    task, tokens, prompts, engine.policy, engine.scalar, generator(sampling)
+    task, tokens, prompts, *engine.models, sampler=generator(sampling)
   )
   return Setup(
     parts=parts,

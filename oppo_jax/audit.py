@@ -129,7 +129,11 @@ def checks(workdir: pathlib.Path, *, log: Callable[[str], None]):
   everything = lambda row: np.ones(len(row["response_tokens"]), bool)
   if "reference" in s.algorithm.scorers:
     yield from check(
-      "ref_logprobs", -1, s.parts.policy, params["policy"], everything
+      "ref_logprobs",
+      -1,
+      s.parts.reference,
+      params.get("reference", params["policy"]),
+      everything,
     )
   for version, kept in versions(workdir, params):
     sampled = lambda row: np.array(row["versions"]) == version  # noqa: B023
@@ -140,7 +144,7 @@ def checks(workdir: pathlib.Path, *, log: Callable[[str], None]):
     if "critic" in s.algorithm.scorers and is_recomputed:
       valued = lambda row: everything(row) & (row["step"] == version)  # noqa: B023
       yield from check(
-        "values", version, s.parts.scalar, kept["critic"], valued
+        "values", version, s.parts.critic, kept["critic"], valued
       )
 
 

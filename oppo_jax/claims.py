@@ -368,17 +368,20 @@ def plain_scores(bench: Bench, trace: Trace) -> Iterator[Row]:
   cast, algorithm = bench.s.fns.cast, bench.s.algorithm
   last = len(trace.batches) - 1
   length = batch.prompt_len + batch.response_len
-  policy, scalar = bench.s.parts.policy, bench.s.parts.scalar
+  parts, params = bench.s.parts, bench.params
   rows = np.arange(len(length))[:, None]
   # Column of the prefix that comes before response token t.
   before = batch.prompt_len[:, None] - 1 + np.arange(batch.mask.shape[1])
   before = np.minimum(before, batch.sequences.shape[1] - 1)
 
   models = {
-    "policy": (policy, trace.params_before["policy"]),
-    "reference": (policy, bench.params["policy"]),
-    "critic": (scalar, trace.params_before["critic"]),
-    "reward": (scalar, bench.params["reward"]),
+    "policy": (parts.policy, trace.params_before["policy"]),
+    "reference": (
+      parts.reference,
+      params.get("reference", params["policy"]),
+    ),
+    "critic": (parts.critic, trace.params_before["critic"]),
+    "reward": (parts.reward, params["reward"]),
   }
 
   def said(name):

@@ -96,7 +96,8 @@ def init(
   Args:
     config: validated.
     s: of `config`.
-    params: "policy", "reward" and "critic", float32; not donated.
+    params: "policy", "reward" and "critic", float32; not donated. Without a
+      "reference" it is a copy of the policy.
 
   Raises:
     ValueError: see `controllers.make`.
@@ -109,8 +110,11 @@ def init(
     in_flight=flight.init(s.fns),
     train=s.algorithm.init({k: copy(params[k]) for k in ("policy", "critic")}),
     frozen={
-      name: s.fns.for_scorers(s.fns.cast(params[model]))
-      for name, model in (("reference", "policy"), ("reward", "reward"))
+      name: s.fns.for_scorers(s.fns.cast(start))
+      for name, start in (
+        ("reference", params.get("reference", params["policy"])),
+        ("reward", params["reward"]),
+      )
     },
   )
 

@@ -51,7 +51,9 @@ class Parts(NamedTuple):
     tokens: tokenizer.
     prompts: training prompts.
     policy: model with the "lm" head.
-    scalar: model with the "scalar" head.
+    reference: likewise; often the same.
+    reward: model with the "scalar" head.
+    critic: likewise.
     sampler: `generation.make_fns` at the training temperature.
   """
 
@@ -59,7 +61,9 @@ class Parts(NamedTuple):
   tokens: tokenizer.Tokenizer
   prompts: stream.Prompts
   policy: models_base.Model
-  scalar: models_base.Model
+  reference: models_base.Model
+  reward: models_base.Model
+  critic: models_base.Model
   sampler: flight.Fns
 
 
@@ -90,7 +94,7 @@ def run(
   cached = functools.partial(_cached, workdir=workdir, log=log)
 
   policy = init(parts.policy, "init_policy")
-  scalar = init(parts.scalar, "init_reward")
+  scalar = init(parts.reward, "init_reward")
   if section.sft.num_steps:
     depends_on["sft"] = section.sft
     start = policy
@@ -114,7 +118,7 @@ def run(
       lambda: fit_reward_model(config, parts, policy, scalar, log=log),
     )
   is_random = config.critic.init == "random"
-  critic = init(parts.scalar, "init_critic") if is_random else reward
+  critic = init(parts.critic, "init_critic") if is_random else reward
   return {"policy": policy, "reward": reward, "critic": critic}
 
 
@@ -294,14 +298,14 @@ def fit_reward_model(
   fit = _fit_config(section)
   reward = supervised.fit(
     params,
-    functools.partial(supervised.preference_loss, model=parts.scalar),
+    functools.partial(supervised.preference_loss, model=parts.reward),
     items,
     fit,
     seed=(config.seed, 2),
     log=_printer(log, "reward_model"),
   )
   if held_out:
-    right, seen = pair_accuracy(parts.scalar, reward, held_out, fit)
+    right, seen = pair_accuracy(parts.reward, reward, held_out, fit)
     log(f"reward_model: {right / seen:.1%} of {seen} held-out pairs right")
   return reward
 

@@ -514,12 +514,13 @@ def test_every_config_traces(name, arg, overrides, tmp_path):
   assert shape(fns.admit, buffer, row, prompts, row, row, version) == buffer
 
   policy = shape(s.parts.policy.init, run_key)
-  scalar = shape(s.parts.scalar.init, run_key)
+  reward = shape(s.parts.reward.init, run_key)
+  critic = shape(s.parts.critic.init, run_key)
   in_use = dict(
     policy=shape(fns.cast, policy),
     reference=shape(fns.cast, policy),
-    reward=shape(fns.cast, scalar),
-    critic=shape(fns.cast, scalar),
+    reward=shape(fns.cast, reward),
+    critic=shape(fns.cast, critic),
   )
   tile = ints(sizes.tile.rows)
   tiles = (buffer.tokens, tile, tile)
@@ -537,7 +538,7 @@ def test_every_config_traces(name, arg, overrides, tmp_path):
   r = c.rollout
   assert batch.responses.shape == (r.batch_size, r.max_response_len)
 
-  state = shape(s.algorithm.init, dict(policy=policy, critic=scalar))
+  state = shape(s.algorithm.init, dict(policy=policy, critic=critic))
   plan = packing.plan(
     np.full(r.batch_size, row_len),
     order_seed=(0, 0),
@@ -555,10 +556,10 @@ def test_every_config_traces(name, arg, overrides, tmp_path):
     model=s.parts.policy,
     logprob_chunk=c.score.logprob_chunk,
   )
-  prefer = functools.partial(supervised.preference_loss, model=s.parts.scalar)
+  prefer = functools.partial(supervised.preference_loss, model=s.parts.reward)
   for stage, loss, params, num_texts in (
     (c.warm_start.sft, learn, policy, 1),
-    (c.warm_start.reward_model, prefer, scalar, 2),
+    (c.warm_start.reward_model, prefer, reward, 2),
   ):
     text = supervised.Text(np.ones(9, np.int32), 4)
     packed = supervised.pack(
