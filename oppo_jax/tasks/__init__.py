@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks by name. A new one is one file and one line here."""
 
-from oppo_jax.tasks import arithmetic, base, gsm8k
+from oppo_jax.tasks import arithmetic, base, gsm8k, jsonl, stack_exchange
 
 TASKS = {
   "arithmetic": arithmetic.make,
   "gsm8k": gsm8k.make,
+  "jsonl": jsonl.make,
+  "stack_exchange": stack_exchange.make,
 }
 
 

@@ -29,6 +29,23 @@ class Example:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pair:
+  """Two responses to one prompt, of which people prefer the first.
+
+  Attributes:
+    prompt: what was asked, word for word what the policy would be given.
+    chosen: the better response.
+    rejected: the other one.
+    margin: how much better, in units of the data; 0 = not known.
+  """
+
+  prompt: str
+  chosen: str
+  rejected: str
+  margin: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Task:
   """Prompts and the rule that grades responses to them.
 
@@ -36,20 +53,29 @@ class Task:
     name: key in `tasks.TASKS`.
     prompts: split -> examples, in an order that never changes.
     reward: (example, response text) -> [0, 1]; 1 = the final answer is right.
-    terse: example -> a right response that shows no work.
+      None where there is no rule: a learned reward grades.
+    terse: example -> a right response that shows no work; None where there is
+      no such thing.
     corrupt: (example, rng) -> a plausible wrong solution, for preference pairs;
       None where the task cannot make one.
+    pairs: split -> preferences, for a reward model, in an order that never
+      changes; None where there are none. No prompt is in both splits.
+    demonstrations: split -> examples whose solutions are learned from; None =
+      those of `prompts`.
   """
 
   name: str
   prompts: Callable[[str], Sequence[Example]]
-  reward: Callable[[Example, str], float]
-  terse: Callable[[Example], str]
+  reward: Callable[[Example, str], float] | None
+  terse: Callable[[Example], str] | None
   corrupt: Callable[[Example, np.random.Generator], str] | None
+  pairs: Callable[[str], Sequence[Pair]] | None = None
+  demonstrations: Callable[[str], Sequence[Example]] | None = None
 
   def corpus(self, n: int) -> list[str]:
     """The first n training texts (prompt and solution), for a tokenizer."""
-    return [e.prompt + e.solution for e in self.prompts("train")[:n]]
+    found = (self.demonstrations or self.prompts)("train")[:n]
+    return [e.prompt + e.solution for e in found]
 
 
 def check_split(split: str) -> None:

@@ -7,17 +7,14 @@ the fields `question` and `answer` (steps, last line `#### number`).
 """
 
 import functools
-import gzip
 import hashlib
 import json
 import os
-import pathlib
 import re
-import zlib
 from collections.abc import Sequence
 from fractions import Fraction
 
-from oppo_jax.tasks import base, rows
+from oppo_jax.tasks import base, lines, rows
 
 PROMPT = "Question: {question}\nAnswer:"
 SOLUTION = " {steps}"
@@ -46,7 +43,8 @@ def make(*, data_dir: str | os.PathLike, cache_dir: str | os.PathLike):
   Raises:
     FileNotFoundError: the folder or a file is not there.
   """
-  paths = {split: _find(data_dir, split) for split in base.SPLITS}
+  source = lines.folder(data_dir, task="gsm8k")
+  paths = {k: lines.jsonl(source, k, task="gsm8k") for k in base.SPLITS}
 
   @functools.cache
   def load():
@@ -115,53 +113,14 @@ def read_rows(raw: bytes, path: os.PathLike) -> list[dict[str, str]]:
   Raises:
     ValueError: a broken file or row, naming the file, line and field.
   """
-  if os.fspath(path).endswith(".gz"):
-    try:
-      raw = gzip.decompress(raw)
-    except (OSError, EOFError, zlib.error) as e:
-      raise ValueError(f"{path}: not a whole gzip file: {e}") from e
   found = []
-  for number, line in enumerate(raw.split(b"\n"), start=1):
-    if line.strip():
-      found.append(_row(line, f"{path}, line {number}"))
-  if not found:
-    raise ValueError(f"{path}: no rows")
+  for where, row in lines.read(raw, path):
+    found.append({field: lines.text(row, field, where) for field in FIELDS})
+    if final_number(_final_field(row["answer"])) is None:
+      raise ValueError(f"{where}: field 'answer' does not end on '#### number'")
   return found
-
-
-def _row(line: bytes, where: str) -> dict[str, str]:
-  try:
-    row = json.loads(line.decode("utf-8"))
-  except ValueError as e:  # Of the decoder or of JSON.
-    raise ValueError(f"{where}: not JSON: {e}") from e
-  if not isinstance(row, dict):
-    raise ValueError(f"{where}: not an object of {' and '.join(FIELDS)}")
-  for field in FIELDS:
-    if field not in row:
-      raise ValueError(f"{where}: field {field!r} is missing")
-    value = row[field]
-    if not isinstance(value, str) or not value.strip():
-      raise ValueError(f"{where}: field {field!r} must be text, got {value!r}")
-    try:
-      value.encode("utf-8")
-    except UnicodeEncodeError as e:
-      raise ValueError(f"{where}: field {field!r} is not Unicode: {e}") from e
-  if final_number(_final_field(row["answer"])) is None:
-    raise ValueError(f"{where}: field 'answer' does not end on '#### number'")
-  return {field: row[field] for field in FIELDS}
 
 
 def _final_field(answer: str) -> str:
   """What stands after `####`, without commas; "" if nothing does."""
   return answer.rpartition("####")[2].strip().replace(",", "")
-
-
-def _find(data_dir: str | os.PathLike, split: str) -> pathlib.Path:
-  folder = pathlib.Path(data_dir).expanduser()
-  if not folder.is_dir():
-    raise FileNotFoundError(f"gsm8k: data_dir={str(folder)!r} is not a folder")
-  names = (f"{split}.jsonl", f"{split}.jsonl.gz")
-  for name in names:
-    if (folder / name).is_file():
-      return folder / name
-  raise FileNotFoundError(f"gsm8k: no {' or '.join(names)} in {str(folder)!r}")
