@@ -88,6 +88,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     intra="none",  # none | sequence | chunk
     inter="none",  # none | resume | restart
     placement="colocated",  # or disaggregated: scorers on a second device
+    dispatch="auto",  # separate | fused: a chunk and tiles as one program
     max_staleness=2,  # updates a row may be deferred; -1 = unbounded
     policy_cache="recompute",  # of deferred rows after an update; or keep
     critic_cache="recompute",  # keep: values then depend on `intra`

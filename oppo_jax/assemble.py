@@ -172,6 +172,8 @@ def build(
     scorers={k: v for k, v in scorers.items() if k in algorithm.scorers},
     algorithm=algorithm,
     devices=devices_of(o.placement),
+    # "auto": the form whose gain is measured. On one accelerator none is yet.
+    dispatch="separate" if o.dispatch == "auto" else o.dispatch,
   )
   generating = dict(
     num_slots=64,

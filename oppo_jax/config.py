@@ -81,6 +81,7 @@ SCHEMA: dict[str, Rule] = {
   "reward.model_weight": number(),
   "reward.rule_weight": number(),
   "overlap.placement": choice("colocated", "disaggregated"),
+  "overlap.dispatch": choice("auto", "separate", "fused"),
   "overlap.intra": choice("none", "sequence", "chunk"),
   "overlap.inter": choice("none", "resume", "restart"),
   "overlap.max_staleness": STALENESS,
@@ -194,6 +195,8 @@ def _conflicts(c: ml_collections.ConfigDict) -> Iterator[tuple[bool, str, str]]:
   yield no_log, "overlap.replay_path", "a file for kind='replay'"
   too_narrow = 0 < c.optim.pack_width < row_len(c)
   yield too_narrow, "optim.pack_width", f"0 or >= {row_len(c)}, the longest row"
+  apart = c.overlap.placement != "colocated" and c.overlap.dispatch == "fused"
+  yield apart, "overlap.dispatch", "'auto' or 'separate' on two devices"
   sft = c.warm_start.sft
   too_narrow = sft.num_steps > 0 and sft.width < row_len(c)
   yield too_narrow, "warm_start.sft.width", f">= {row_len(c)}, the longest row"

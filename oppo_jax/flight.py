@@ -59,6 +59,7 @@ class Fns(NamedTuple):
   prefill: Callable
   decode_chunk: Callable
   append: dict[str, Callable]
+  decode_and_append: Callable | None
   harvest: Callable
   update: Callable
   cast: Callable

@@ -27,6 +27,17 @@ from oppo_jax.algos import base as algos_base
 from oppo_jax.flight import Fns, OverlapState, Sizes
 from oppo_jax.models import base as models_base
 
+# XLA:GPU runs one program's kernels in order, unless the program is one CUDA
+# graph: with loops captured (driver of CUDA 12.3 or later), and branches that
+# share no data side by side. What it captures by default, and loops.
+ONE_GRAPH = {
+  "xla_gpu_enable_command_buffer": (
+    "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
+    "CONDITIONAL,WHILE"
+  ),
+  "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
+
 
 def make_fns(
   *,
@@ -36,6 +47,7 @@ def make_fns(
   scorers: dict[str, models_base.Model],
   algorithm: algos_base.Algorithm | None,
   devices: tuple[jax.Device, jax.Device] | None = None,
+  dispatch: str = "separate",
 ) -> Fns:
   """Compiles nothing yet; says what is jitted, static and donated.
 
@@ -46,6 +58,8 @@ def make_fns(
   | decode_chunk | chunk_size | slots, cache  | 1 ("while": C is traced), or   |
   |              |  if "fori" |               | 1 per chunk size ("fori")      |
   | append[name] | -          | scorer state  | 1 per scorer                   |
+  | decode_      | chunk_size | slots, cache, | as decode_chunk; only if       |
+  |   and_append |  if "fori" | scorer states | dispatch is "fused"            |
   | harvest      | -          | slots         | 1                              |
   | update       | -          | train state   | 1                              |
 
@@ -56,6 +70,8 @@ def make_fns(
     scorers: by name: "reward", "reference", "critic", "policy".
     algorithm: gives `update`; None where nothing is trained (evaluation).
     devices: of the policy and of the scorers; None = one for all.
+    dispatch: "separate": a chunk and the tiles beside it are programs one after
+      the other. "fused": one program, for backends that overlap inside of one.
   """
   if sizes.batch_size % sizes.group_size:
     raise ValueError(
@@ -107,7 +123,24 @@ def make_fns(
     top_p=sampling.top_p,
     **tile,
   )
+
+  def decode_and_append(
+    params, buffer, cache, version, run_key, scorer_params, states, tokens,
+    slot, tile, chunk_size,
+  ):  # fmt: skip
+    """A chunk, and one call of tiles of every scorer: they share no data."""
+    states = {
+      name: append(model)(
+        *(scorer_params[name], states[name], tokens, slot[name], tile[name])
+      )
+      for name, model in scorers.items()
+    }
+    chunk = decode_chunk(params, buffer, cache, version, run_key, chunk_size)
+    return *chunk, states
+
   is_static = ("chunk_size",) if sizes.decode_loop == "fori" else ()
+  is_fused = dispatch == "fused" and bool(scorers)
+  on_gpu = jax.default_backend() == "gpu"
   return Fns(
     init=jax.jit(init),
     admit=jax.jit(slots.admit, donate_argnums=0),
@@ -121,6 +154,14 @@ def make_fns(
       name: jax.jit(append(model), donate_argnums=1)
       for name, model in scorers.items()
     },
+    decode_and_append=jax.jit(
+      decode_and_append,
+      donate_argnums=(1, 2, 6),
+      static_argnames=is_static,
+      compiler_options=ONE_GRAPH if on_gpu else None,
+    )
+    if is_fused
+    else None,
     harvest=jax.jit(harvest, donate_argnums=0),
     update=jax.jit(algorithm.update, donate_argnums=0) if algorithm else None,
     # bfloat16 runs compute with a copy cast once per update, not per use.
@@ -154,6 +195,20 @@ class Rollout(NamedTuple):
   row_len: np.ndarray
 
 
+class Held(NamedTuple):
+  """One call of tiles of every scorer, to go with the next chunk.
+
+  Attributes:
+    tokens: [S, L] of the report that the tiles are of.
+    slot: by scorer, [Q]; see `score.prefill`.
+    tile: likewise.
+  """
+
+  tokens: jax.Array
+  slot: dict[str, np.ndarray]
+  tile: dict[str, np.ndarray]
+
+
 def score_rows(
   fns: Fns,
   state: OverlapState,
@@ -162,29 +217,47 @@ def score_rows(
   rows: np.ndarray,
   *,
   flush: bool,
-) -> tuple[OverlapState, dict[str, int]]:
+  hold: bool = False,
+) -> tuple[OverlapState, dict[str, int], Held | None]:
   """Dispatches the pending tiles of `rows` to every scorer.
 
+  Args:
+    fns: jitted functions.
+    state: in flight.
+    params: by scorer.
+    tokens: of the report that says how long rows are.
+    rows: [S] which of them.
+    flush: see `tiling.calls_of`.
+    hold: keep the last call of every scorer back, if each has one.
+
   Returns:
-    The state, and the number of tiles run by each scorer.
+    The state, the number of tiles run by each scorer, and what is held back:
+    the caller dispatches that before anything else of these scorers.
   """
   tile = fns.sizes.tile
   limit = tiling.limits(state.length, state.done, rows, tile_len=tile.length)
   scorers, frontier, num_tiles = dict(state.scorers), dict(state.frontier), {}
+  calls = {}
   for name in scorers:
-    calls, after = tiling.calls_of(
+    calls[name], after = tiling.calls_of(
       frontier[name], limit, num_rows=tile.rows, flush=flush
     )
-    if calls:
-      tokens = fns.for_scorers(tokens)
-    for slot, index in calls:
+    num_tiles[name] = int((after - frontier[name]).sum())
+    frontier[name] = after
+  held = None
+  if hold and all(calls.values()):
+    last = {name: of.pop() for name, of in calls.items()}
+    slot, index = ({k: v[i] for k, v in last.items()} for i in (0, 1))
+    held = Held(tokens, slot, index)
+  if any(calls.values()):
+    tokens = fns.for_scorers(tokens)
+  for name, of in calls.items():
+    for slot, index in of:
       scorers[name] = fns.append[name](
         params[name], scorers[name], tokens, slot, index
       )
-    num_tiles[name] = int((after - frontier[name]).sum())
-    frontier[name] = after
   state = dataclasses.replace(state, scorers=scorers, frontier=frontier)
-  return state, num_tiles
+  return state, num_tiles, held
 
 
 def prefill_policy(
@@ -244,29 +317,36 @@ def rollout(
   scorer_params = fns.for_scorers({k: params[k] for k in state.scorers})
   num_tiles = dict.fromkeys(state.scorers, 0)
 
-  def run_scorers(state, tokens, rows, *, flush):
-    state, more = score_rows(
-      fns, state, scorer_params, tokens, rows, flush=flush
+  def run_scorers(state, tokens, rows, *, flush, hold):
+    state, more, held = score_rows(
+      *(fns, state, scorer_params, tokens, rows), flush=flush, hold=hold
     )
     for name, n in more.items():
       num_tiles[name] += n
-    return state
+    return state, held
 
-  def dispatch(state):
-    buffer, cache, report = fns.decode_chunk(
-      params["policy"],
-      *(state.slots, state.cache, np.int32(version), run_key),
-      chunk_size=chunk_size,
+  def dispatch(state, held):
+    chunk = (state.slots, state.cache, np.int32(version), run_key)
+    chunk = (params["policy"], *chunk)
+    if held is None:
+      buffer, cache, report = fns.decode_chunk(*chunk, chunk_size=chunk_size)
+      return dataclasses.replace(state, slots=buffer, cache=cache), report
+    buffer, cache, report, scorers = fns.decode_and_append(
+      *(*chunk, scorer_params, state.scorers, *held), chunk_size=chunk_size
     )
-    return dataclasses.replace(state, slots=buffer, cache=cache), report
+    state = dataclasses.replace(
+      state, slots=buffer, cache=cache, scorers=scorers
+    )
+    return state, report
 
-  num_chunks = 0
+  num_chunks, held = 0, None
+  is_fused = fns.decode_and_append is not None
   with timers("decode"):
-    state, ahead = dispatch(state)
+    state, ahead = dispatch(state, held)
     is_complete = False
     while not is_complete:
       report = ahead
-      state, ahead = dispatch(state)  # runs ahead of what the host knows
+      state, ahead = dispatch(state, held)  # ahead of what the host knows
       seen = metrics.fetch(report.replace(tokens=None))
       num_chunks += 1
       is_complete = seen.is_complete
@@ -278,9 +358,15 @@ def rollout(
         "sequence": seen.done,
         "chunk": state.in_flight,
       }[intra]
-      state = run_scorers(state, report.tokens, rows, flush=False)
+      # The last dispatch is behind us once the batch is complete.
+      hold = is_fused and not is_complete
+      state, held = run_scorers(
+        state, report.tokens, rows, flush=False, hold=hold
+      )
   with timers("score"):
-    state = run_scorers(state, report.tokens, seen.selected, flush=True)
+    state, _ = run_scorers(
+      state, report.tokens, seen.selected, flush=True, hold=False
+    )
 
   outputs = {name: s.outputs for name, s in state.scorers.items()}
   outputs = fns.for_policy(outputs)

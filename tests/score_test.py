@@ -52,7 +52,7 @@ def scored(setup, params, tokens, rounds):
   for length, flush in rounds:
     state = dataclasses.replace(state, length=length, done=length == LENGTHS)
     so_far = np.where(np.arange(ROW_LEN) < length[:, None], tokens, 0)
-    state, more = overlap.score_rows(
+    state, more, _ = overlap.score_rows(
       *(setup.fns, state, params, so_far, state.in_flight), flush=flush
     )
     ran = {k: ran[k] + more[k] for k in ran}

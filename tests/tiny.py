@@ -152,7 +152,11 @@ def light_loop(**changes):
 
 @functools.lru_cache
 def setup(
-  sizes=SIZES, sampling=SAMPLING, denominator="behavior", make_model=model
+  sizes=SIZES,
+  sampling=SAMPLING,
+  denominator="behavior",
+  make_model=model,
+  dispatch="separate",
 ):
   """Loop functions, algorithm and starting parameters; compiled once."""
   policy, scalar = make_model("lm"), make_model("scalar")
@@ -176,6 +180,7 @@ def setup(
     policy=policy,
     scorers={k: v for k, v in of.items() if k in algorithm.scorers},
     algorithm=algorithm,
+    dispatch=dispatch,
   )
   start = dict(policy=params(policy, 0), critic=params(scalar, 1))
   frozen = dict(reference=start["policy"], reward=params(scalar, 2))
