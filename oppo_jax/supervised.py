@@ -1,40 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised stages before PPO: next-token learning and preference learning.
 
-Sequences are packed into rows of fixed shape, so one program is compiled per
-stage and what a step costs is tokens. The two losses:
+Batches are packed (`texts.py`), so one program is compiled per stage and what
+a step costs is tokens. The two losses:
 
   language model  -mean over response tokens of log p(token | prefix)
   reward model    -mean over pairs of log sigmoid(s(chosen) - s(rejected)) with
                   scores s; Bradley & Terry 1952, Ouyang et al. 2022, eq. 1
+
+Parameters, gradients and optimizer are float32; what a model computes in is its
+own dtype.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import struct
+from jaxtyping import Float
 
-from oppo_jax import metrics, ops, types
+from oppo_jax import metrics, ops, texts, types
 from oppo_jax.algos import optim
 from oppo_jax.models import base
+from oppo_jax.texts import Packed, Text
 
-
-class Text(NamedTuple):
-  """One training sequence.
-
-  Attributes:
-    tokens: prompt, then response, the EOS included.
-    prompt_len: tokens that are not learned from.
-  """
-
-  tokens: np.ndarray
-  prompt_len: int
+LossFn = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,82 +52,6 @@ class FitConfig:
   warmup_steps: int
   weight_decay: float
   clip_norm: float
-
-
-@struct.dataclass
-class Packed:
-  """Items laid end to end in rows of fixed width; padding has segment -1.
-
-  Attributes:
-    tokens: token ids.
-    positions: position in the own sequence.
-    segments: index of the sequence in this batch, -1 = padding.
-    is_target: the next token belongs to the response of the same sequence.
-    last: flat index of the last token of sequence i of item j, [items, i].
-    item_mask: items in use.
-  """
-
-  tokens: jax.Array  # [rows, W] int32
-  positions: jax.Array  # [rows, W] int32
-  segments: jax.Array  # [rows, W] int32
-  is_target: jax.Array  # [rows, W] bool
-  last: jax.Array  # [items, k] int32
-  item_mask: jax.Array  # [items] bool
-
-
-def pack(
-  items: Iterator[tuple[Text, ...]], *, rows: int, width: int, num_items: int
-) -> Packed:
-  """Fills rows with items until one does not fit; that one is dropped.
-
-  Args:
-    items: an item is placed as a whole (a pair: both or neither).
-    rows: rows per batch.
-    width: tokens per row.
-    num_items: most items per batch.
-  """
-  cells = lambda fill: np.full((rows, width), fill, np.int32)
-  tokens, positions, segments = cells(0), cells(0), cells(-1)
-  is_target = np.zeros((rows, width), bool)
-  used = np.zeros(rows, int)
-  last: list[list[int]] = []
-  num_segments = 0
-  while len(last) < num_items:
-    item, ends, trial = next(items, None), [], used.copy()
-    if item is None:
-      break
-    for text in item:
-      fits = np.flatnonzero(trial + len(text.tokens) <= width)
-      if not len(fits):
-        break
-      row, n = fits[0], len(text.tokens)
-      ends.append((row, trial[row], n))
-      trial[row] += n
-    if len(ends) < len(item):
-      break
-    used = trial
-    for text, (row, at, n) in zip(item, ends):
-      cut = slice(at, at + n)
-      tokens[row, cut] = text.tokens
-      positions[row, cut] = np.arange(n)
-      segments[row, cut] = num_segments
-      is_target[row, at + text.prompt_len - 1 : at + n - 1] = True
-      num_segments += 1
-    last.append([row * width + at + n - 1 for row, at, n in ends])
-  mask = np.arange(num_items) < len(last)
-  last += [[0] * len(last[0])] * (num_items - len(last))
-  return Packed(
-    tokens, positions, segments, is_target, np.array(last, np.int32), mask
-  )
-
-
-def shuffled(items: Sequence, *, seed: tuple[int, ...]) -> Iterator:
-  """Endless passes over the items, each in its own order."""
-  epoch = 0
-  while True:
-    for i in np.random.default_rng((*seed, epoch)).permutation(len(items)):
-      yield items[i]
-    epoch += 1
 
 
 def language_model_loss(
@@ -175,9 +93,78 @@ def preference_loss(
   return loss, {"loss": loss, "accuracy": right}
 
 
+def centered_preference_loss(
+  params: types.Params,
+  batch: Packed,
+  *,
+  model: base.Model,
+  margin_coef: float,
+  center_coef: float,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+  """Bradley-Terry with margins, and a pull of scores to mean zero.
+
+    -log sigmoid(gap - margin_coef * margin) + center_coef * (sum of scores)^2
+
+  a pair. The margin is that of Touvron et al. 2023, arXiv 2307.09288, eq. 2;
+  the pull that of Eisenstein et al. 2023, arXiv 2312.09244, section 2, as TRL's
+  `center_rewards_coefficient`: pairs fix no zero point of the scores.
+  """
+  scores = pair_scores(params, batch, model=model)
+  gap, both = scores[:, 0] - scores[:, 1], scores[:, 0] + scores[:, 1]
+  mean = functools.partial(ops.masked_mean, mask=batch.item_mask)
+  fit = -mean(jax.nn.log_sigmoid(gap - margin_coef * batch.margin))
+  loss = fit + center_coef * mean(both**2)
+  right = mean((gap > 0).astype(jnp.float32))
+  seen = {"loss": loss, "accuracy": right, "gap": mean(gap)}
+  return loss, seen | {"score": mean(both) / 2}
+
+
+class Learner(NamedTuple):
+  """A loss and its optimizer.
+
+  Attributes:
+    init: parameters -> (a copy of them, optimizer state).
+    step: (parameters, optimizer state, batch) -> the same after one step, and
+      what the loss said; the first two are donated.
+  """
+
+  init: Callable[[types.Params], tuple[types.Params, optax.OptState]]
+  step: Callable[..., tuple[types.Params, optax.OptState, dict]]
+
+
+def learner(loss_fn: LossFn, config: FitConfig) -> Learner:
+  """AdamW on `loss_fn`, with the rates of `config`."""
+  rate = optim.make_schedule(
+    peak=config.lr,
+    schedule="cosine",
+    warmup_steps=config.warmup_steps,
+    total_steps=config.num_steps,
+  )
+  optimizer = optim.make_adamw(
+    rate,
+    clip_norm=config.clip_norm,
+    b1=0.9,
+    b2=0.98,
+    eps=1e-8,
+    weight_decay=config.weight_decay,
+  )
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def step(params, opt_state, batch):
+    (_, seen), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, seen
+
+  def init(params):
+    params = jax.tree.map(jnp.copy, params)  # the caller's stay undonated
+    return params, optimizer.init(params)
+
+  return Learner(init, step)
+
+
 def fit(
   params: types.Params,
-  loss_fn: Callable[[types.Params, Packed], tuple[jax.Array, dict]],
+  loss_fn: LossFn,
   items: Sequence[tuple[Text, ...]],
   config: FitConfig,
   *,
@@ -202,42 +189,55 @@ def fit(
   Raises:
     ValueError: no items, or a sequence longer than a row.
   """
-  if not items:
-    raise ValueError("nothing to learn from: no items")
-  longest = max(len(text.tokens) for item in items for text in item)
-  if longest > config.width:
-    raise ValueError(f"a sequence of {longest} tokens > width {config.width}")
-  rate = optim.make_schedule(
-    peak=config.lr,
-    schedule="cosine",
-    warmup_steps=config.warmup_steps,
-    total_steps=config.num_steps,
-  )
-  optimizer = optim.make_adamw(
-    rate,
-    clip_norm=config.clip_norm,
-    b1=0.9,
-    b2=0.98,
-    eps=1e-8,
-    weight_decay=config.weight_decay,
-  )
-
-  @functools.partial(jax.jit, donate_argnums=(0, 1))
-  def step(params, opt_state, batch):
-    (_, seen), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state, seen
-
-  params = jax.tree.map(jnp.copy, params)  # the caller's stay undonated
-  opt_state = optimizer.init(params)
-  shortest = min(sum(len(t.tokens) for t in item) for item in items)
-  num_items = max(1, config.rows * config.width // shortest)
-  stream = shuffled(items, seed=seed)
+  texts.check(items, config.width)
+  init, step = learner(loss_fn, config)
+  params, opt_state = init(params)
+  num_items = texts.most_items(items, cells=config.rows * config.width)
+  stream = texts.shuffled(items, seed=seed)
   for i in range(config.num_steps):
-    batch = pack(
+    batch = texts.pack(
       stream, rows=config.rows, width=config.width, num_items=num_items
     )
     params, opt_state, seen = step(params, opt_state, batch)
     if (i + 1) % log_every == 0 or i + 1 == config.num_steps:
       log(i + 1, {k: float(v) for k, v in metrics.fetch(seen).items()})
   return params
+
+
+def score_pairs(
+  model: base.Model,
+  params: types.Params,
+  pairs: Sequence[tuple[Text, Text]],
+  *,
+  rows: int,
+  width: int,
+) -> Float[np.ndarray, "N 2"]:
+  """Scores of (chosen, rejected) of every pair, in order."""
+  scores_of = jax.jit(functools.partial(pair_scores, model=model))
+  parts = [np.zeros((0, 2), np.float32)]
+  for batch in texts.in_turn(pairs, rows=rows, width=width):
+    parts.append(metrics.fetch(scores_of(params, batch))[batch.item_mask])
+  return np.concatenate(parts)
+
+
+def mean_nll(
+  model: base.Model,
+  params: types.Params,
+  items: Sequence[tuple[Text, ...]],
+  *,
+  rows: int,
+  width: int,
+  logprob_chunk: int,
+) -> float:
+  """-log p per response token of all items, nats; float64 over batches."""
+  loss_of = jax.jit(
+    functools.partial(
+      language_model_loss, model=model, logprob_chunk=logprob_chunk
+    )
+  )
+  total, num = 0.0, 0
+  for batch in texts.in_turn(items, rows=rows, width=width):
+    in_batch = int(batch.is_target.sum())
+    total += in_batch * float(metrics.fetch(loss_of(params, batch)[0]))
+    num += in_batch
+  return total / max(num, 1)

@@ -18,7 +18,6 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import ml_collections
 import numpy as np
 
@@ -27,9 +26,9 @@ from oppo_jax import (
   flight,
   generation,
   keys,
-  metrics,
   stream,
   supervised,
+  texts,
   tokenizer,
   types,
 )
@@ -38,7 +37,7 @@ from oppo_jax.tasks import base as tasks_base
 
 Log = Callable[[str], None]
 
-Pair = tuple[supervised.Text, supervised.Text]
+Pair = tuple[texts.Text, texts.Text]
 
 HELD_OUT = 8  # one prompt in this many is kept from the reward model
 
@@ -151,9 +150,9 @@ def _fit_config(section: ml_collections.ConfigDict) -> supervised.FitConfig:
   return supervised.FitConfig(**{k: section[k] for k in fields})
 
 
-def _text(parts: Parts, i: int, response: Sequence[int]) -> supervised.Text:
+def _text(parts: Parts, i: int, response: Sequence[int]) -> texts.Text:
   prompt = parts.prompts.tokens[i]
-  return supervised.Text(
+  return texts.Text(
     np.concatenate([prompt, np.asarray(response, np.int32)]), len(prompt)
   )
 
@@ -317,15 +316,7 @@ def pair_accuracy(
   fit: supervised.FitConfig,
 ) -> tuple[int, int]:
   """How many pairs the reward model orders rightly, and how many it saw."""
-  scores_of = jax.jit(functools.partial(supervised.pair_scores, model=model))
-  right = seen = 0
-  waiting = iter(pairs)
-  per_batch = fit.rows // 2  # two full rows a pair at worst: all fit
-  while chunk := [p for _, p in zip(range(per_batch), waiting)]:
-    batch = supervised.pack(
-      iter(chunk), rows=fit.rows, width=fit.width, num_items=per_batch
-    )
-    scores = metrics.fetch(scores_of(params, batch))[: len(chunk)]
-    right += int((scores[:, 0] > scores[:, 1]).sum())
-    seen += len(chunk)
-  return right, seen
+  scores = supervised.score_pairs(
+    model, params, pairs, rows=fit.rows, width=fit.width
+  )
+  return int((scores[:, 0] > scores[:, 1]).sum()), len(scores)

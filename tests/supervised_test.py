@@ -15,8 +15,8 @@ import pytest
 import tiny
 from compare import assert_close, assert_exact
 
-from oppo_jax import metrics, supervised
-from oppo_jax.supervised import Text
+from oppo_jax import metrics, supervised, texts
+from oppo_jax.texts import Text
 
 WIDTH = 12
 # prompt and response lengths of a text that fits into a row
@@ -38,7 +38,7 @@ def texts_of(lengths):
 def packed_items(items, *, rows, num_items, width=WIDTH):
   """What lands in the batch, and how many items were taken off the stream."""
   stream = iter(items)
-  batch = supervised.pack(stream, rows=rows, width=width, num_items=num_items)
+  batch = texts.pack(stream, rows=rows, width=width, num_items=num_items)
   return batch, len(items) - len(list(stream))
 
 
@@ -120,13 +120,13 @@ def test_a_pair_is_placed_as_a_whole():
 
 def test_every_epoch_is_another_order_of_all_items():
   items = list(range(50))
-  drawn = list(itertools.islice(supervised.shuffled(items, seed=(1,)), 150))
+  drawn = list(itertools.islice(texts.shuffled(items, seed=(1,)), 150))
   epochs = [drawn[i : i + 50] for i in (0, 50, 100)]
   assert all(sorted(epoch) == items for epoch in epochs)
   assert len({tuple(epoch) for epoch in epochs}) == 3
-  again = itertools.islice(supervised.shuffled(items, seed=(1,)), 150)
+  again = itertools.islice(texts.shuffled(items, seed=(1,)), 150)
   assert list(again) == drawn
-  other = itertools.islice(supervised.shuffled(items, seed=(2,)), 50)
+  other = itertools.islice(texts.shuffled(items, seed=(2,)), 50)
   assert list(other) != epochs[0]
 
 

@@ -14,6 +14,7 @@ from oppo_jax import (
   stream,
   supervised,
   tasks,
+  texts,
   tokenizer,
   warm_start,
 )
@@ -78,9 +79,9 @@ def parts(tmp_path_factory):
   prompts = stream.encode_prompts(
     task.prompts("train"), tokens, max_prompt_len=16, long_prompts="refuse"
   )
-  sampler = None
+  policy, scalar, sampler = tiny.model(), tiny.model("scalar"), None
   return warm_start.Parts(
-    task, tokens, prompts, tiny.model(), tiny.model("scalar"), sampler
+    task, tokens, prompts, policy, policy, scalar, scalar, sampler
   )
 
 
@@ -279,7 +280,7 @@ class LastToken:
 @pytest.mark.parametrize("rows", [2, 3, 4])
 def test_pairs_are_judged_one_by_one(rows):
   """Right if the first ends higher; also in the last, incomplete batch."""
-  text = lambda last: supervised.Text(np.array([1, 2, last], np.int32), 1)
+  text = lambda last: texts.Text(np.array([1, 2, last], np.int32), 1)
   pairs = [
     (text(a), text(b))
     for a, b in [(9, 3), (3, 9), (5, 5), (8, 7), (2, 1), (1, 2), (6, 4)]
