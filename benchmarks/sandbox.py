@@ -2,18 +2,18 @@
 r"""What the sandbox does with hostile programs, and with right ones.
 
   python -m benchmarks.sandbox
-  python -m benchmarks.sandbox --references=mbpp=DIR,humaneval=DIR --workers=2
+  python -m benchmarks.sandbox --references=mbpp.jsonl.gz,humaneval.jsonl.gz
 
 The first prints a row for every program of `hostile.py`; the exit code is 1 if
 one of them got what it should not, or left a process behind. It needs the
 standard library alone, so that another user's Python can run it. The second
-runs the reference program of every row of the data sets.
+runs the reference program of every row of the files.
 """
 
 import argparse
-import collections
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -31,6 +31,9 @@ LIMITS = sandbox.Limits(
   processes=8,
   disk_bytes=16 << 20,
   output_bytes=1 << 20,
+)
+ROOMY = LIMITS._replace(
+  cpu_s=20, wall_s=60.0, memory_bytes=1 << 30, processes=16
 )
 
 
@@ -110,53 +113,44 @@ def table() -> bool:
   return is_well
 
 
-def references(folders: dict[str, str], workers: int) -> bool:
+def references(paths: list[str], *, style: str, workers: int) -> bool:
   """Runs the reference program of every row; true if all pass."""
-  from oppo_jax import tasks
-  from oppo_jax.tasks import base
+  from oppo_jax.tasks import base, code, code_rows, lines
 
   is_well = True
-  for name, folder in folders.items():
-    with tempfile.TemporaryDirectory() as cache:
-      task = tasks.make(
-        "code", data_dir=folder, cache_dir=cache, **CODE | {"workers": workers}
-      )
-      rows = [e for split in base.SPLITS for e in task.prompts(split)]
+  grade = functools.partial(code.grade, limits=ROOMY)
+  for path in map(pathlib.Path, paths):
+    found = list(lines.read(path.read_bytes(), path))
+    examples = [
+      base.Example(**code_rows.to_row(row, where, style=style, shown_tests=1))
+      for where, row in found
+    ]
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-      got = list(pool.map(task.grade, rows, (e.solution for e in rows)))
+      got = list(pool.map(grade, examples, (e.solution for e in examples)))
     seconds = time.perf_counter() - began
-    counts = collections.Counter(
-      k for g in got for k, v in g.items() if k.startswith("code_") and v
-    )
-    print(f"{name}: {len(rows)} programs, {seconds:.0f} s, {dict(counts)}")
-    for row, numbers in zip(rows, got):
+    right = sum(numbers["rule"] == 1.0 for numbers in got)
+    print(f"{path.name}: {right} of {len(got)} pass, {seconds:.0f} s")
+    for (where, _), numbers in zip(found, got):
       if numbers["rule"] != 1.0:
         is_well = False
-        print(f"  {row.prompt[:200]!r}: {numbers}")
+        print(f"  {where}: {[k for k, v in numbers.items() if v]}")
   return is_well
-
-
-CODE = dict(
-  cpu_s=20,
-  wall_s=60.0,
-  memory_mb=1024,
-  processes=16,
-  isolation="any",
-)
 
 
 def main() -> None:
   parser = argparse.ArgumentParser()
   parser.add_argument("--references", default="")
+  parser.add_argument("--style", default="complete")
   parser.add_argument("--workers", type=int, default=2)
   parser.add_argument(
     "--json", default="", help="names; prints results as JSON"
   )
   args = parser.parse_args()
   if args.references:
-    pairs = dict(x.split("=", 1) for x in args.references.split(","))
-    sys.exit(not references(pairs, args.workers))
+    paths = args.references.split(",")
+    how = dict(style=args.style, workers=args.workers)
+    sys.exit(not references(paths, **how))
   if args.json:
     with marked_folder() as left_of:
       found = {name: attack(name) for name in args.json.split(",")}

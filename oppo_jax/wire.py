@@ -10,6 +10,7 @@ behind a number that stands for it:
   a generator   ["ref", 0]
 """
 
+import builtins
 import json
 import os
 import struct
@@ -90,6 +91,8 @@ def pack(x, refer):
   for tag, kind in _BUILT_ON:
     if isinstance(x, kind):
       return [tag, *(pack(y, refer) for y in kind.__iter__(x))]
+  if isinstance(x, type) and getattr(builtins, x.__name__, None) is x:
+    return ["type", x.__name__]
   return ["ref", refer(x)]
 
 
@@ -111,6 +114,8 @@ def unpack(x, resolve):
     return complex(*rest)
   if tag == "bytes":
     return bytes.fromhex(rest[0])
+  if tag == "type" and isinstance(getattr(builtins, rest[0], None), type):
+    return getattr(builtins, rest[0])
   if tag == "ref":
     return resolve(rest[0])
   raise ValueError("not packed")

@@ -96,16 +96,29 @@ def test_an_object_arrives_as_what_it_is_built_on():
   assert exact(crossed(enum.IntEnum("E", "a b").b)) == exact(2)
 
 
+def test_types_of_the_language_are_plain_data():
+  assert crossed([int, KeyError]) == [int, KeyError]
+
+
 def test_what_is_no_plain_data_stays():
   kept = []
-  x = wire.pack([object, 1], lambda y: kept.append(y) or 7)
+  x = wire.pack([Yes, 1], lambda y: kept.append(y) or 7)
   assert x == ["list", ["ref", 7], 1]
-  assert kept == [object]
+  assert kept == [Yes]
   assert wire.unpack(x, lambda n: f"stands for {n}") == ["stands for 7", 1]
 
 
 @pytest.mark.parametrize(
-  "forged", [{"a": 1}, [], ["no such tag"], ["int", "xyz"], ["dict", 1], [1]]
+  "forged",
+  [
+    {"a": 1},
+    [],
+    ["no such tag"],
+    ["int", "xyz"],
+    ["type", "open"],
+    ["dict", 1],
+    [1],
+  ],
 )
 def test_a_forged_message_is_refused(forged):
   with pytest.raises((ValueError, TypeError, KeyError)):

@@ -1,10 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks by name. A new one is one file and one line here."""
 
-from oppo_jax.tasks import arithmetic, base, gsm8k, jsonl, stack_exchange
+from oppo_jax.tasks import (
+  arithmetic,
+  base,
+  code,
+  gsm8k,
+  jsonl,
+  stack_exchange,
+)
 
 TASKS = {
   "arithmetic": arithmetic.make,
+  "code": code.make,
   "gsm8k": gsm8k.make,
   "jsonl": jsonl.make,
   "stack_exchange": stack_exchange.make,

@@ -62,6 +62,12 @@ class Task:
       changes; None where there are none. No prompt is in both splits.
     demonstrations: split -> examples whose solutions are learned from; None =
       those of `prompts`.
+    grade: (example, response text) -> numbers by name: "rule", which is the
+      reward, and `rules`; None = the reward is all there is.
+    rules: names of further numbers: rewards that a config can weigh
+      (`config.reward.rules`), and what is logged of a response.
+    workers: threads that grade while other rows decode; 0 = the rule is cheap,
+      and grades in place when a batch is complete.
   """
 
   name: str
@@ -71,6 +77,15 @@ class Task:
   corrupt: Callable[[Example, np.random.Generator], str] | None
   pairs: Callable[[str], Sequence[Pair]] | None = None
   demonstrations: Callable[[str], Sequence[Example]] | None = None
+  grade: Callable[[Example, str], dict[str, float]] | None = None
+  rules: tuple[str, ...] = ()
+  workers: int = 0
+
+  def grades(self, example: Example, response: str) -> dict[str, float]:
+    """What the rule says of a response: "rule", and `rules`."""
+    if self.grade is not None:
+      return self.grade(example, response)
+    return {"rule": self.reward(example, response)}
 
   def corpus(self, n: int) -> list[str]:
     """The first n training texts (prompt and solution), for a tokenizer."""
