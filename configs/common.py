@@ -32,7 +32,17 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
   )
   config.tokenizer = dict(kind="char", vocab_size=0, path="")
 
-  # Policy; critic, reference and reward model have the same trunk.
+  # Hugging Face folders to start from; "" = as the other sections say.
+  config.load = dict(
+    policy="",  # its tokenizer too, unless tokenizer.path names another
+    reference="",  # "" = a frozen copy of the policy
+    reward_model="",  # a *ForSequenceClassification with one label
+    critic="",  # "" = as critic.init says
+    retokenize=False,  # the reward model reads finished responses as text
+  )
+
+  # Policy; whatever has no folder has its trunk. Of a policy from a folder only
+  # dtype, attention_block and remat count, for all four models.
   config.model_name = "transformer"
   config.model = dict(
     num_layers=3,
@@ -50,7 +60,9 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     attention_block=64,  # 0 = attention reads the whole row
     remat=False,
   )
-  config.critic = dict(init="reward")  # trunk and head from: reward | random
+  # Without a folder. reward: its trunk and head; policy: its trunk and a new
+  # head; random.
+  config.critic = dict(init="reward")
 
   # Supervised stages before PPO; num_steps = 0 skips one.
   fit = dict(
@@ -74,6 +86,8 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     top_k=0,  # 0 = off
     top_p=1.0,  # 1.0 = off
     long_prompts="refuse",  # refuse | skip | truncate_left
+    chat=False,  # prompts in the tokenizer's chat template
+    system="",  # message before them there
     target_lengths_path="",  # benchmarks: one response length per uid
     decode_loop="auto",  # while | fori; auto = fori on GPU
   )

@@ -16,9 +16,11 @@ from oppo_jax import (
   decode,
   flight,
   generation,
+  hf,
   models,
   overlap,
   pretrained,
+  rescore,
   score,
   stream,
   tasks,
@@ -27,6 +29,7 @@ from oppo_jax import (
 )
 from oppo_jax import config as config_lib
 from oppo_jax.algos import base as algos_base
+from oppo_jax.models import base as models_base
 from oppo_jax.tasks import base as tasks_base
 
 
@@ -42,6 +45,7 @@ class Setup(NamedTuple):
     prompt_of: the prompt of a uid, as the loop wants it.
     row_of: training row of a uid.
     max_response_len: R.
+    rescore_fn: of a reward model that reads text; None = it is streamed.
   """
 
   parts: warm_start.Parts
@@ -52,6 +56,7 @@ class Setup(NamedTuple):
   prompt_of: Callable[[int], flight.Prompt]
   row_of: Callable[[int], int]
   max_response_len: int
+  rescore_fn: rescore.Rescore | None = None
 
 
 def make_tokenizer(
@@ -59,20 +64,60 @@ def make_tokenizer(
 ) -> tokenizer.Tokenizer:
   """The tokenizer of the config, trained on the task's text if need be.
 
+  A policy from a folder brings its own, unless a path names another.
+
   Raises:
     ValueError: names the part of the config.
   """
-  kind, path = config.tokenizer.kind, config.tokenizer.path
+  kind, path, key = (
+    config.tokenizer.kind,
+    config.tokenizer.path,
+    "tokenizer.path",
+  )
+  if config.load.policy:
+    key = key if path else "load.policy"
+    kind, path = "hf", path or config.load.policy
   if kind == "hf":
     try:
-      return tokenizer.load(path)
+      tokens = tokenizer.load(path)
+      if config.rollout.chat:
+        tokens = tokens.in_chat(config.rollout.system)
+        tokens.chat("")  # so that a missing template is noticed here
+      return tokens
     except Exception as e:  # files of others, so anything may be raised
-      raise ValueError(f"config.tokenizer.path={path!r}: {e}") from e
+      raise ValueError(f"config.{key}={path!r}: {e}") from e
+  if config.rollout.chat:
+    raise ValueError(
+      f"config.rollout.chat=True: tokenizer.kind={kind!r} has no chat template"
+    )
   return tokenizer.make(
     kind,
     corpus=task.corpus(5_000),
     vocab_size=config.tokenizer.vocab_size,
   )
+
+
+def make_rescore(
+  config: ml_collections.ConfigDict, model: models_base.Model
+) -> rescore.Rescore | None:
+  """For a reward model that reads text; None where it reads token ids.
+
+  Raises:
+    ValueError: its folder has no tokenizer, or none that fits.
+  """
+  folder = config.load.reward_model
+  if not config.load.retokenize:
+    return None
+  try:
+    return rescore.load(
+      folder,
+      model,
+      row_len=config_lib.row_len(config),
+      chunk=config.score.logprob_chunk,
+      system=config.rollout.system if config.rollout.chat else None,
+    )
+  except (ValueError, OSError) as e:
+    raise ValueError(f"config.load.reward_model={folder!r}: {e}") from e
 
 
 class Engine(NamedTuple):
@@ -116,10 +161,13 @@ def build(
   vocab_size: int,
   eos_ids: tuple[int, ...],
 ) -> Engine:
-  """Models and functions, for a vocabulary of this size."""
+  """Models and functions; `vocab_size` is of a policy without a folder."""
   sized = dict(vocab_size=vocab_size, **config.model.to_dict())
-  found = pretrained.alike(
-    lambda head: models.make(config.model_name, head=head, **sized)
+  found = pretrained.make_models(
+    config.load,
+    critic_init=config.critic.init,
+    choices={k: config.model[k] for k in hf.CHOICES if k != "head"},
+    fresh=lambda head: models.make(config.model_name, head=head, **sized),
   )
   r, o = config.rollout, config.overlap
   sampling = decode.Sampling(
@@ -151,6 +199,10 @@ def build(
     bin_width=config.optim.pack_width or row_len,
     micro_rows=config.optim.micro_rows,
   )
+  if config.load.retokenize or not config_lib.has_reward_model(config):
+    # What reads text scores a complete batch; what was drawn at random and
+    # weighs nothing need not.
+    algorithm = algorithm._replace(scorers=algorithm.scorers - {"reward"})
   order = ("reward", "reference", "critic", "policy")
   scorers = {name: getattr(found, name) for name in order}
   fns = overlap.make_fns(
@@ -225,6 +277,13 @@ def setup(
   # Rounded up, for the matrix units; the extra ids are never sampled from text.
   vocab_size = -(-tokens.vocab_size // 8) * 8
   engine = build(config, vocab_size=vocab_size, eos_ids=tokens.eos_ids)
+  pretrained.check(
+    config.load,
+    engine.models,
+    tokens,
+    row_len=config_lib.row_len(config),
+    tile_len=config.score.tile_len,
+  )
   sampling, r = engine.sampling, config.rollout
   generator = lambda sampling: generation.make_fns(
     engine.models.policy, sampling=sampling, **engine.generation
@@ -262,4 +321,5 @@ def setup(
     prompt_of=prompt_of,
     row_of=lambda uid: int(prompts.rows[uids.index(uid)]),
     max_response_len=r.max_response_len,
+    rescore_fn=make_rescore(config, engine.models.reward),
   )

@@ -27,6 +27,7 @@ from oppo_jax.algos import optim
 from oppo_jax.schema import (
   BOOL,
   FILE,
+  FOLDER,
   SECTION,
   SIZES,
   STALENESS,
@@ -58,7 +59,12 @@ SCHEMA: dict[str, Rule] = {
   "tokenizer.path": TEXT,
   "model_name": choice(*models.MODELS),
   "model": SECTION,  # `SCHEMA` of the model's file
-  "critic.init": choice("reward", "random"),
+  "load.policy": FOLDER,
+  "load.reference": FOLDER,
+  "load.reward_model": FOLDER,
+  "load.critic": FOLDER,
+  "load.retokenize": BOOL,
+  "critic.init": choice("reward", "policy", "random"),
   **{f"warm_start.sft.{key}": rule for key, rule in FIT.items()},
   "warm_start.sft.terse": number(0.0, 1.0),  # share of demonstrations
   **{f"warm_start.reward_model.{key}": rule for key, rule in FIT.items()},
@@ -73,6 +79,8 @@ SCHEMA: dict[str, Rule] = {
   "rollout.top_k": integer(0),  # 0 = all
   "rollout.top_p": number(above=0.0, high=1.0),  # 1 = all
   "rollout.long_prompts": choice(*stream.LONG_PROMPTS),
+  "rollout.chat": BOOL,
+  "rollout.system": TEXT,
   "rollout.target_lengths_path": FILE,
   "rollout.decode_loop": choice("auto", "while", "fori"),
   "score.tile_rows": integer(1),
@@ -193,6 +201,7 @@ def _conflicts(c: ml_collections.ConfigDict) -> Iterator[tuple[bool, str, str]]:
   yield too_short, "overlap.chunk.period", f"> {len(sizes)}, the trials"
   no_log = "replay" in (chunk.kind, delta.kind) and not c.overlap.replay_path
   yield no_log, "overlap.replay_path", "a file for kind='replay'"
+  yield from _load_conflicts(c)
   too_narrow = 0 < c.optim.pack_width < row_len(c)
   yield too_narrow, "optim.pack_width", f"0 or >= {row_len(c)}, the longest row"
   apart = c.overlap.placement != "colocated" and c.overlap.dispatch == "fused"
@@ -220,6 +229,43 @@ def _conflicts(c: ml_collections.ConfigDict) -> Iterator[tuple[bool, str, str]]:
     f"{c.overlap.inter!r}): 'start' alone does not know what policy sampled a"
     " token",
   )
+
+
+def _load_conflicts(
+  c: ml_collections.ConfigDict,
+) -> Iterator[tuple[bool, str, str]]:
+  """Rules about folders and chats, as `_conflicts`."""
+  load, r = c.load, c.rollout
+  has_reward = load.reward_model or c.warm_start.reward_model.num_steps
+  yield (
+    bool(load.policy and not has_reward and c.reward.model_weight),
+    "reward.model_weight",
+    "0.0 without a reward model: load.reward_model names none, and"
+    " warm_start.reward_model.num_steps is 0",
+  )
+  yield (
+    load.retokenize and not load.reward_model,
+    "load.retokenize",
+    "False where load.reward_model names no folder",
+  )
+  yield (
+    load.retokenize and c.warm_start.reward_model.num_steps > 0,
+    "warm_start.reward_model.num_steps",
+    "0 with load.retokenize: what reads other ids is not trained further",
+  )
+  yield (
+    load.retokenize and not load.critic and c.critic.init == "reward",
+    "critic.init",
+    "'policy' or 'random' with load.retokenize: the critic reads the policy's"
+    " ids",
+  )
+  yield (
+    r.chat and r.long_prompts == "truncate_left",
+    "rollout.long_prompts",
+    "'refuse' or 'skip' with rollout.chat: the template's head would go",
+  )
+  no_chat = bool(r.system) and not r.chat
+  yield no_chat, "rollout.system", "'' without rollout.chat"
 
 
 def validate(config: ml_collections.ConfigDict) -> None:
@@ -258,6 +304,12 @@ def algo(config: ml_collections.ConfigDict) -> dict[str, Any]:
     is_exact = config.model.dtype == "float32"
     chosen["denominator"] = "behavior" if is_exact else "decoupled"
   return chosen
+
+
+def has_reward_model(config: ml_collections.ConfigDict) -> bool:
+  """Whether its score is worth something, or counts all the same."""
+  is_made = config.load.reward_model or config.warm_start.reward_model.num_steps
+  return bool(is_made or config.reward.model_weight)
 
 
 def row_len(config: ml_collections.ConfigDict) -> int:

@@ -16,7 +16,7 @@ import json
 import os
 import pathlib
 import tempfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
@@ -93,8 +93,8 @@ def open_run(
   Args:
     folder: workdir of the run.
     file: the parameters, in it.
-    base: Hugging Face folder that the run started from; None = the model is as
-      the run's config says.
+    base: Hugging Face folder that the run started from; None = the one that
+      the run's config names, and if there is none, the model of that config.
 
   Raises:
     FileNotFoundError: there are no such parameters.
@@ -106,16 +106,28 @@ def open_run(
   found = shards.read_header(path)
   head = found["out"].shape[-1] if "out" in found else 0
   choices = dict(head="scalar" if head == 1 else "lm", **CHOICES)
+  config = json.loads((folder / hf.CONFIG).read_text())
+  base = base or _started_from(config, choices["head"])
   if base is not None:
     model = hf.make_model(base, **choices)
   else:
-    config = json.loads((folder / hf.CONFIG).read_text())
     vocab_size = found["embedding"].shape[0]
     kwargs = config["model"] | dict(vocab_size=vocab_size) | choices
     model = models.make(config["model_name"], **kwargs)
   params = checkpoint.load_params(path, hf.shapes(model))
   tokens = tokenizer.load(folder / "tokenizer")
   return Opened(model, params, "float32", base, tokens)
+
+
+def _started_from(config: dict[str, Any], head: str) -> pathlib.Path | None:
+  """Folder with the model of a run's policy, or ("scalar") of its critic."""
+  load = config.get("load", {})
+  roles = ["policy"]
+  if head == "scalar":
+    is_like_reward = config["critic"]["init"] == "reward"
+    roles = ["critic", *["reward_model"] * is_like_reward, "policy"]
+  found = [load[role] for role in roles if load.get(role)]
+  return pathlib.Path(found[0]).expanduser() if found else None
 
 
 def open_source(

@@ -25,6 +25,7 @@ from oppo_jax.families import base
 from oppo_jax.models import transformer
 
 CONFIG = "config.json"
+GENERATION = "generation_config.json"
 MAX_BYTES = 5_000_000_000  # of one file of weights
 # Copied from the source of an export, those that are there.
 TOKENIZER_FILES = (
@@ -36,7 +37,7 @@ TOKENIZER_FILES = (
   "vocab.json",
   "merges.txt",
   "chat_template.jinja",
-  "generation_config.json",
+  GENERATION,
 )
 # How a model is run, not what it is: no checkpoint says it.
 CHOICES = ("dtype", "attention_block", "remat", "head")
@@ -132,6 +133,25 @@ def head(folder: str | os.PathLike) -> str:
   return "scalar" if base.SCORE in found else "lm"
 
 
+def longest(
+  folder: str | os.PathLike, model: transformer.Transformer
+) -> int | None:
+  """Tokens of the longest row that a folder's model is for; None = not said."""
+  raw = read_json(pathlib.Path(folder).expanduser() / CONFIG)
+  keys = ("max_position_embeddings", "n_positions")
+  limits = [raw[key] for key in keys if key in raw]
+  limits += [model.config.max_row_len] * (model.config.max_row_len > 0)
+  return min(limits, default=None)
+
+
+def fingerprint(folder: str | os.PathLike) -> list[list[str | int]]:
+  """Names, sizes and times of a folder's files: another list, another model."""
+  files = sorted(pathlib.Path(folder).expanduser().iterdir())
+  return [
+    [str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in files
+  ]
+
+
 def shapes(model: transformer.Transformer) -> types.Params:
   """The tree of a model's parameters, as `jax.ShapeDtypeStruct`s."""
   return jax.eval_shape(model.init, jax.random.key(0))
@@ -214,6 +234,27 @@ def _check_tensors(
       )
 
 
+def check(
+  folder: str | os.PathLike, model: transformer.Transformer
+) -> tuple[dict[str, shards.Tensor], dict[str, base.Row]]:
+  """That a folder holds the parameters of a model; reads headers only.
+
+  Returns:
+    Its tensors, and what they are here, both by their names there.
+
+  Raises:
+    As `load_params`.
+  """
+  folder = pathlib.Path(folder).expanduser()
+  _check_model(folder, model)
+  path = folder / CONFIG
+  family = _family(read_json(path), path)
+  found = shards.find(folder)
+  rows = _rows(family, model, found)
+  _check_tensors(folder, found, rows, family, model)
+  return found, rows
+
+
 def load_params(
   folder: str | os.PathLike,
   model: transformer.Transformer,
@@ -237,13 +278,7 @@ def load_params(
     ValueError: another model's folder, or tensors that are missing, unexpected
       or of another shape; names them.
   """
-  folder = pathlib.Path(folder).expanduser()
-  _check_model(folder, model)
-  path = folder / CONFIG
-  family = _family(read_json(path), path)
-  found = shards.find(folder)
-  rows = _rows(family, model, found)
-  _check_tensors(folder, found, rows, family, model)
+  found, rows = check(folder, model)
   flat = {}
   for name, row in rows.items():
     x = shards.view(found[name])
@@ -296,7 +331,8 @@ def save(
     source: folder that the parameters started from. Its config.json is kept
       but for the head and the type, and its tokenizer files are copied. None =
       a config is made: of the first family that has all this model has.
-    tokens: tokenizer to write, instead of the source's files. Beside "qwen2"
+    tokens: tokenizer to write, instead of the source's files; what its
+      generation_config.json says is kept but for the EOS ids. Beside "qwen2"
       transformers' AutoTokenizer reads it as one of that family:
       PreTrainedTokenizerFast reads it as it is.
     max_bytes: of one file of weights.
@@ -306,7 +342,7 @@ def save(
   """
   folder, raw, found = pathlib.Path(folder).expanduser(), None, None
   if source is None:
-    model_type = families.fitting(model.config)
+    model_type = families.fitting(getattr(model, "config", None))
   else:
     source = pathlib.Path(source).expanduser()
     _check_model(source, model)
@@ -335,12 +371,11 @@ def save(
 
   with checkpoint.stage(folder) as temporary:
     (temporary / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    for file in TOKENIZER_FILES if tokens is None else (GENERATION,):
+      if source is not None and (source / file).is_file():
+        shutil.copyfile(source / file, temporary / file)
     if tokens is not None:
       tokens.save(temporary)
-    elif source is not None:
-      for file in TOKENIZER_FILES:
-        if (source / file).is_file():
-          shutil.copyfile(source / file, temporary / file)
     shards.write(
       temporary,
       {

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a scorer says of whole rows in one forward pass: no cache, no tiles.
 
-The plain way to score. Nothing in training uses it; proofs and audits hold the
-streamed scores to it.
+The plain way to score. Proofs and audits hold the streamed scores to it; in
+training it serves a reward model that cannot be streamed (`rescore.py`).
 """
 
 import functools

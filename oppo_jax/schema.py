@@ -58,6 +58,10 @@ FILE = Rule(
   lambda x: type(x) is str and (not x or os.path.isfile(x)),
   "'' or a file that exists",
 )
+FOLDER = Rule(
+  lambda x: type(x) is str and (not x or os.path.isdir(os.path.expanduser(x))),
+  "'' or a folder that exists",
+)
 SIZES = Rule(
   lambda x: (
     type(x) is tuple

@@ -135,6 +135,19 @@ def grade(
   return total, means, texts
 
 
+def read_again(
+  s: assemble.Setup, params: types.Params, batch: types.Batch
+) -> np.ndarray:
+  """What a reward model that reads text says of a fetched batch: [B]."""
+  decode = s.parts.tokens.decode
+  return s.rescore_fn(
+    params,
+    [s.examples[s.row_of(uid)].prompt for uid in batch.uid],
+    [decode(r[:n]) for r, n in zip(batch.responses, batch.response_len)],
+    batch.has_eos,
+  )
+
+
 def plan_of(
   config: ml_collections.ConfigDict,
   sizes: flight.Sizes,
@@ -196,6 +209,8 @@ def collect(
   )
   with timers("score"):
     batch = metrics.fetch(on_device)
+    if s.rescore_fn is not None:
+      batch = batch.replace(scores=read_again(s, state.frozen["reward"], batch))
   scores, parts, texts = grade(s, batch, config.reward.to_dict())
   batch = batch.replace(scores=scores)
   row = parts | report.step_row(

@@ -65,14 +65,14 @@ class Encoder(Protocol):
   @property
   def bos_id(self) -> int | None: ...
 
-  def encode(self, text: str) -> list[int]: ...
+  def encode_prompt(self, text: str) -> list[int]: ...
 
 
 class Prompts(NamedTuple):
   """Prompts as token ids.
 
   Attributes:
-    tokens: one int32 array per kept row, BOS first.
+    tokens: one int32 array per kept row, a BOS included.
     rows: [len(tokens)] the row of each in the examples given.
     num_long: rows over the limit: dropped or cut.
   """
@@ -89,7 +89,7 @@ def encode_prompts(
   max_prompt_len: int,
   long_prompts: str,
 ) -> Prompts:
-  """Encodes every prompt, with a BOS in front where the vocabulary has one.
+  """Encodes every prompt.
 
   Args:
     examples: rows with a `prompt`.
@@ -105,27 +105,25 @@ def encode_prompts(
     raise ValueError(
       f"long_prompts={long_prompts!r}: not one of {LONG_PROMPTS}"
     )
-  bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-  if max_prompt_len <= len(bos):
+  if max_prompt_len <= (tokenizer.bos_id is not None):
     raise ValueError(f"max_prompt_len={max_prompt_len}: no room for a prompt")
   tokens, rows, num_long = [], [], 0
   for i, example in enumerate(examples):
-    ids = list(tokenizer.encode(example.prompt))
-    if ids[: len(bos)] == bos:  # A chat template may bring its own.
-      ids = ids[len(bos) :]
-    if not bos and not ids:
+    ids = list(tokenizer.encode_prompt(example.prompt))
+    if not ids:
       raise ValueError(f"prompt of row {i} is empty")
-    if len(bos) + len(ids) > max_prompt_len:
+    if len(ids) > max_prompt_len:
       num_long += 1
       if long_prompts == "refuse":
         raise ValueError(
-          f"prompt of row {i} has {len(bos) + len(ids)} tokens, the limit"
-          f" max_prompt_len is {max_prompt_len}"
+          f"prompt of row {i} has {len(ids)} tokens, the limit max_prompt_len"
+          f" is {max_prompt_len}"
         )
       if long_prompts == "skip":
         continue
-      ids = ids[len(ids) - (max_prompt_len - len(bos)) :]
-    tokens.append(np.asarray(bos + ids, np.int32))
+      kept = ids[:1] if ids[0] == tokenizer.bos_id else []
+      ids = kept + ids[len(ids) - (max_prompt_len - len(kept)) :]
+    tokens.append(np.asarray(ids, np.int32))
     rows.append(i)
   if not tokens:
     raise ValueError(

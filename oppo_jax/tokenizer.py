@@ -20,6 +20,7 @@ from typing import Any
 
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 _EXTRAS = "generation_config.json"  # Where Hugging Face lists several EOS ids.
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one is there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Tokenizer:
     bos_id: None where the vocabulary has none.
     eos_ids: ids that end a response; the first is the one written in targets.
     alphabet: characters that a "char" tokenizer knows; None = any text.
+    system: of a chat: what precedes the prompt in the tokenizer's template, ""
+      = nothing; None = prompts are plain text.
   """
 
   hf: Any
@@ -41,6 +44,7 @@ class Tokenizer:
   bos_id: int | None
   eos_ids: tuple[int, ...]
   alphabet: frozenset[str] | None
+  system: str | None = None
 
   @property
   def eos_id(self) -> int:
@@ -59,6 +63,40 @@ class Tokenizer:
         f" {text!r}"
       )
     return self.hf.encode(text, add_special_tokens=False)
+
+  def encode_prompt(self, text: str) -> list[int]:
+    """Token ids of a prompt: after a BOS, if there is one; or of a chat.
+
+    A chat is what the template makes of it, word for word: whether a BOS comes
+    first, and what opens the answer.
+    """
+    if self.system is not None:
+      return self.encode(self.chat(text))
+    bos = [] if self.bos_id is None else [self.bos_id]
+    ids = list(self.encode(text))
+    return ids if ids[: len(bos)] == bos else bos + ids
+
+  def chat(self, prompt: str, response: str | None = None) -> str:
+    """A prompt in the tokenizer's template, open for the answer or answered.
+
+    Raises:
+      ValueError: there is no template, or it refuses (a system message).
+    """
+    messages = [dict(role="user", content=prompt)]
+    if self.system:
+      messages.insert(0, dict(role="system", content=self.system))
+    if response is not None:
+      messages.append(dict(role="assistant", content=response))
+    try:
+      return self.hf.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=response is None
+      )
+    except Exception as e:  # templates are programs of others
+      raise ValueError(f"the tokenizer's chat template: {e}") from e
+
+  def in_chat(self, system: str) -> "Tokenizer":
+    """The same, for prompts in its chat template."""
+    return dataclasses.replace(self, system=system)
 
   def decode(self, ids: Sequence[int]) -> str:
     """The text of the ids, without the EOS at the end.
@@ -86,8 +124,8 @@ class Tokenizer:
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     self.hf.save_pretrained(folder)
-    extras = json.dumps({"eos_token_id": list(self.eos_ids)})
-    (folder / _EXTRAS).write_text(extras + "\n")
+    extras = _read(folder / _EXTRAS) | {"eos_token_id": list(self.eos_ids)}
+    (folder / _EXTRAS).write_text(json.dumps(extras) + "\n")
 
 
 def make(
@@ -126,24 +164,40 @@ def load(folder: str | os.PathLike) -> Tokenizer:
   if not os.path.isdir(os.path.expanduser(folder)):
     raise FileNotFoundError(f"tokenizer: path={str(folder)!r} is not a folder")
   folder = pathlib.Path(folder).expanduser()
-  _, transformers = _libraries()
-  auto = transformers.AutoTokenizer
-  settings = folder / "tokenizer_config.json"
-  if settings.is_file():
-    # What tokenizer.json says holds. Beside a config.json of model_type "qwen2"
-    # AutoTokenizer replaces it by the rules of that family.
-    kind = json.loads(settings.read_text()).get("tokenizer_class")
-    if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-      auto = transformers.PreTrainedTokenizerFast
-  hf = auto.from_pretrained(folder, local_files_only=True)
+  hf = _open(folder)
   eos_ids = [] if hf.eos_token_id is None else [hf.eos_token_id]
-  extras = folder / _EXTRAS
-  if extras.is_file():
-    listed = json.loads(extras.read_text()).get("eos_token_id") or []
-    eos_ids += listed if isinstance(listed, list) else [listed]
+  for file in (_EXTRAS, "config.json"):
+    listed = _read(folder / file).get("eos_token_id")
+    if listed is not None:
+      eos_ids += listed if isinstance(listed, list) else [listed]
+      break
   if not eos_ids:
     raise ValueError(f"tokenizer: {str(folder)!r} has no EOS token")
   return _wrap(hf, eos_ids)
+
+
+def vocabulary(folder: str | os.PathLike) -> dict[str, int] | None:
+  """Tokens and their ids in a folder; None if there is no tokenizer in it."""
+  folder = pathlib.Path(folder).expanduser()
+  if not any((folder / file).is_file() for file in _FILES):
+    return None
+  return _open(folder).get_vocab()
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+  return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _open(folder: pathlib.Path):
+  """The tokenizer of transformers in a folder."""
+  _, transformers = _libraries()
+  auto = transformers.AutoTokenizer
+  # What tokenizer.json says holds. Beside a config.json of model_type "qwen2"
+  # AutoTokenizer replaces it by the rules of that family.
+  kind = _read(folder / "tokenizer_config.json").get("tokenizer_class")
+  if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+    auto = transformers.PreTrainedTokenizerFast
+  return auto.from_pretrained(folder, local_files_only=True)
 
 
 def _char(corpus: Iterable[str]) -> Tokenizer:

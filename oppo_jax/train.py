@@ -3,8 +3,8 @@
 
 Supervised stages, then PPO with the chosen arm. The workdir gets config.json,
 metrics.jsonl, rollouts.jsonl, decisions.jsonl, the tokenizer, the stages, the
-trained parameters and, last of all, summary.json: a run is finished if and only
-if that file is there.
+trained parameters, the policy as a Hugging Face folder (hf/) and, last of all,
+summary.json: a run is finished if and only if that file is there.
 
 Bad input ends a run with one line; --verbosity=1 shows where it was noticed.
 """
@@ -28,6 +28,7 @@ from oppo_jax import (
   compile_cache,
   controllers,
   generation,
+  hf,
   keys,
   metrics,
   report,
@@ -116,6 +117,26 @@ def save(folder: pathlib.Path, params: types.Params) -> None:
       checkpoint.save_params(temporary / f"{name}.safetensors", tree)
 
 
+def export(
+  config: ml_collections.ConfigDict,
+  s: assemble.Setup,
+  policy: types.Params,
+  folder: pathlib.Path,
+) -> None:
+  """The policy as a Hugging Face folder, if a published family is like it."""
+  try:
+    hf.save(
+      folder,
+      s.parts.policy,
+      policy,
+      dtype=config.model.dtype,
+      source=config.load.policy or None,
+      tokens=s.parts.tokens,
+    )
+  except ValueError as e:
+    cli.say(f"{folder}: not written: {e}")
+
+
 def train(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> None:
   """Runs the stages and PPO, and writes the workdir; see the module."""
   with contextlib.ExitStack() as stack:
@@ -132,7 +153,9 @@ def _train(
   # Before the stages: a log that cannot be replayed should end the run early.
   controllers.make(config.overlap, num_steps=config.num_steps)
   s = assemble.setup(config, workdir, log=cli.say)
-  held_out = HeldOut.make(config, s) if config.eval.num_prompts else None
+  stack.callback(s.grader.close)
+  has_grades = config.eval.num_prompts and s.parts.task.reward
+  held_out = HeldOut.make(config, s) if has_grades else None
   files = Files(workdir, tensorboard=config.log.tensorboard)
   stack.callback(files.close)
   shutil.rmtree(workdir / "versions", ignore_errors=True)  # of a killed run
@@ -162,6 +185,7 @@ def _train(
   if held_out and config.num_steps:
     after = held_out.accuracy(s, trained["policy"], "after PPO")
   save(workdir / "params", trained)
+  export(config, s, trained["policy"], workdir / "hf")
   summary = {
     "steps": config.num_steps,
     "arm": config_lib.arm_name(config.overlap.intra, config.overlap.inter),

@@ -2,13 +2,14 @@
 """Where PPO starts from: policy, reward model and critic, stage by stage.
 
   random --SFT on worked solutions--> policy --+--> reference (a frozen copy)
-                                               |
+  or a folder                                  |
             its own samples, graded by the task: pairs (right, wrong)
                                                |
   policy trunk + new head --Bradley-Terry--> reward model --> critic
 
-Each stage is kept in the workdir under a name that holds a hash of everything
-it depends on, so a second run with the same settings goes straight to PPO.
+Every model may come from a folder instead (`pretrained.py`). Each stage is kept
+in the workdir under a name that holds a hash of everything it depends on, so a
+second run with the same settings goes straight to PPO.
 """
 
 import functools
@@ -18,6 +19,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import ml_collections
 import numpy as np
 
@@ -25,7 +27,9 @@ from oppo_jax import (
   checkpoint,
   flight,
   generation,
+  hf,
   keys,
+  pretrained,
   stream,
   supervised,
   texts,
@@ -73,7 +77,8 @@ def run(
   workdir: pathlib.Path,
   log: Log,
 ) -> dict[str, types.Params]:
-  """Parameters of "policy", "reward" and "critic", float32.
+  """Parameters of "policy", "reward" and "critic", float32; and of "reference"
+  where it is not the policy.
 
   Args:
     config: validated.
@@ -92,8 +97,16 @@ def run(
   depends_on |= {k: config.rollout[k] for k in limits}
   cached = functools.partial(_cached, workdir=workdir, log=log)
 
-  policy = init(parts.policy, "init_policy")
-  scalar = init(parts.reward, "init_reward")
+  given = pretrained.folders(config.load)
+  loaded = {
+    role: pretrained.load_params(
+      role, folder, getattr(parts, pretrained.ROLES[role])
+    )
+    for role, folder in given.items()
+  }
+  if given:
+    depends_on["load"] = {k: hf.fingerprint(v) for k, v in given.items()}
+  policy = loaded.get("policy") or init(parts.policy, "init_policy")
   if section.sft.num_steps:
     depends_on["sft"] = section.sft
     start = policy
@@ -103,8 +116,14 @@ def run(
       start,
       lambda: fit_policy(config, parts, start, log=log),
     )
-    # The reward model starts from the policy's trunk, with its own head.
-    scalar = {**policy, "out": scalar["out"]}
+  scalar = loaded.get("reward_model")
+  if scalar is None and "policy" in given:
+    scalar = {**policy, "out": _new_head(config, parts.reward, "init_reward")}
+  elif scalar is None:
+    scalar = init(parts.reward, "init_reward")
+    if section.sft.num_steps:
+      # The reward model starts from the policy's trunk, with its own head.
+      scalar = {**policy, "out": scalar["out"]}
   reward = scalar
   if section.reward_model.num_steps:
     depends_on["reward_model"] = section.reward_model
@@ -116,9 +135,24 @@ def run(
       scalar,
       lambda: fit_reward_model(config, parts, policy, scalar, log=log),
     )
-  is_random = config.critic.init == "random"
-  critic = init(parts.critic, "init_critic") if is_random else reward
-  return {"policy": policy, "reward": reward, "critic": critic}
+  params = {"policy": policy, "reward": reward}
+  if "reference" in given:
+    params["reference"] = loaded["reference"]
+  start = {"reward": reward, "policy": pretrained.trunk(policy), "random": None}
+  critic = loaded.get("critic") or start[config.critic.init]
+  if critic is None:
+    critic = init(parts.critic, "init_critic")
+  if "out" not in critic:
+    critic["out"] = _new_head(config, parts.critic, "init_critic")
+  return params | {"critic": critic}
+
+
+def _new_head(
+  config: ml_collections.ConfigDict, model: models_base.Model, what: str
+) -> jax.Array:
+  """The head alone of what `init` draws: under jit nothing else is."""
+  draw = jax.jit(lambda key: model.init(key)["out"])
+  return draw(keys.named(config.seed, what))
 
 
 def _cached(

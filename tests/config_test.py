@@ -106,6 +106,9 @@ def test_the_schema_has_the_fields_of_the_dataclass_they_go_to(names, cls):
     ("optim.pack_width", 64),
     ("rollout.top_p", 0.1),
     ("critic.init", "random"),
+    ("critic.init", "policy"),
+    ("load.reward_model", str(CONFIGS)),
+    ("rollout.chat", True),
     ("task.anything", [1, 2]),
     ("warm_start.sft.terse", 1.0),
     ("warm_start.reward_model.rows", 2),
@@ -136,6 +139,9 @@ BAD = {
   "model.attention_block": [-1],
   "model.remat": [1],
   "model_name": [""],
+  "load.policy": [None, "no/such/folder", __file__],
+  "load.reward_model": ["no/such/folder"],
+  "load.retokenize": [1, True],
   "critic.init": ["zeros"],
   "warm_start.sft": [1],
   "warm_start.sft.num_steps": [-1, 1.0],
@@ -154,6 +160,8 @@ BAD = {
   "rollout.top_k": [-1],
   "rollout.top_p": [0.0, 1.1],
   "rollout.long_prompts": ["cut"],
+  "rollout.chat": ["template"],
+  "rollout.system": [None, "You are kind."],
   "rollout.target_lengths_path": ["no/such/file.txt"],
   "rollout.decode_loop": ["scan"],
   "score.tile_rows": [0],
@@ -299,6 +307,41 @@ def test_a_missing_key_is_named(key):
       "warm_start.sft.width",
       {"rollout.max_response_len": 49},
       {"warm_start.sft.num_steps": 0},
+    ),
+    (
+      "reward.model_weight",  # of a head that was drawn
+      {"load.policy": str(CONFIGS)},
+      {"load.reward_model": str(CONFIGS)},
+    ),
+    (
+      "reward.model_weight",
+      {"load.policy": str(CONFIGS)},
+      {"reward.model_weight": 0.0},
+    ),
+    (
+      "load.retokenize",
+      {"load.retokenize": True, "critic.init": "policy"},
+      {"load.reward_model": str(CONFIGS)},
+    ),
+    (
+      "critic.init",
+      {"load.retokenize": True, "load.reward_model": str(CONFIGS)},
+      {"critic.init": "policy"},
+    ),
+    (
+      "warm_start.reward_model.num_steps",
+      {
+        "load.retokenize": True,
+        "load.reward_model": str(CONFIGS),
+        "critic.init": "policy",
+        "warm_start.reward_model.num_steps": 1,
+      },
+      {"warm_start.reward_model.num_steps": 0},
+    ),
+    (
+      "rollout.long_prompts",
+      {"rollout.chat": True, "rollout.long_prompts": "truncate_left"},
+      {"rollout.long_prompts": "skip"},
     ),
     (
       "algo.denominator",
@@ -483,7 +526,11 @@ def gsm8k_rows(c, tmp_path):
   c.task.data_dir = str(tmp_path)
 
 
-ROWS = {"arithmetic": arithmetic_rows, "gsm8k": gsm8k_rows}
+ROWS = {
+  "arithmetic": arithmetic_rows,
+  "gsm8k": gsm8k_rows,
+  "stories": lambda c, tmp_path: None,
+}
 TRACED = [
   *((name, None, {}) for name in FILES),
   ("gsm8k", "tiny", {}),

