@@ -8,6 +8,7 @@ from oppo_jax.tasks import (
   gsm8k,
   jsonl,
   stack_exchange,
+  stories,
 )
 
 TASKS = {
@@ -16,6 +17,7 @@ TASKS = {
   "gsm8k": gsm8k.make,
   "jsonl": jsonl.make,
   "stack_exchange": stack_exchange.make,
+  "stories": stories.make,
 }
 
 
