@@ -18,7 +18,15 @@ import jaxlib
 import numpy as np
 
 from configs import common
-from oppo_jax import assemble, flight, metrics, step, traces, warm_start
+from oppo_jax import (
+  assemble,
+  flight,
+  grading,
+  metrics,
+  step,
+  traces,
+  warm_start,
+)
 from oppo_jax import config as config_lib
 from oppo_jax.tasks import base as tasks_base
 
@@ -42,7 +50,25 @@ MODELS = {
     mlp_dim=192,
   ),
 }
-VOCAB_SIZE = 512
+VOCAB_SIZE = 512  # of the models above
+QWEN = dict(
+  num_kv_heads=2,
+  rope_theta=1e6,
+  norm_eps=1e-6,
+  qkv_bias=True,
+  tie_embeddings=True,
+  dtype="bfloat16",
+  attention_block=0,
+  remat=True,
+)
+PUBLISHED = {  # the shapes of Qwen2.5-0.5B and -3B, to be drawn at random
+  "qwen2.5-0.5b": QWEN
+  | dict(num_layers=24, width=896, num_heads=14, head_dim=64, mlp_dim=4864),
+  "qwen2.5-3b": QWEN
+  | dict(num_layers=36, width=2048, num_heads=16, head_dim=128, mlp_dim=11008),
+}
+VOCAB_SIZES = dict.fromkeys(PUBLISHED, 151_936)
+MODELS |= PUBLISHED
 
 
 def trace_lengths(path, *, limit, num, seed):
@@ -128,15 +154,16 @@ class Arm:
   Args:
     config: of `config_of`.
     lengths: response length of uid 0, 1, ...; then from the start.
+    vocab_size: V.
   """
 
-  def __init__(self, config, lengths):
-    engine = assemble.build(config, vocab_size=VOCAB_SIZE, eos_ids=(0,))
+  def __init__(self, config, lengths, *, vocab_size=VOCAB_SIZE):
+    engine = assemble.build(config, vocab_size=vocab_size, eos_ids=(0,))
     prompt_len = config.rollout.max_prompt_len
 
     def prompt_of(uid):
       rng = np.random.default_rng((7, uid))
-      tokens = rng.integers(1, VOCAB_SIZE, prompt_len).astype(np.int32)
+      tokens = rng.integers(1, vocab_size, prompt_len).astype(np.int32)
       return flight.Prompt(tokens, int(lengths[uid % len(lengths)]))
 
     task = tasks_base.Task(
@@ -157,8 +184,9 @@ class Arm:
       prompt_of=prompt_of,
       row_of=lambda uid: 0,
       max_response_len=config.rollout.max_response_len,
+      grader=grading.Grader(task),
     )
-    init = lambda model, i: model.init(jax.random.key(i))
+    init = lambda model, i: jax.jit(model.init)(jax.random.key(i))
     params = {
       "policy": init(engine.models.policy, 0),
       "reward": init(engine.models.reward, 1),
