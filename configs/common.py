@@ -78,6 +78,22 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     ),
   )
 
+  # The stages as commands of their own: sft.py, reward_model.py.
+  stage = dict(
+    num_steps=0,
+    eval_every=0,  # steps between held-out evaluations; 0 = ends only
+    save_every=0,  # steps between snapshots, to go on from after a kill
+    num_eval=0,  # held-out items at most; 0 = all
+    long_responses="skip",  # of more than `width` tokens; or truncate
+    **fit,
+  )
+  config.sft = stage
+  config.reward_model = dict(
+    margin_coef=0.0,  # of the pair's margin, taken off the gap of scores
+    center_coef=0.0,  # of the squared sum of a pair's scores
+    **stage,
+  )
+
   config.rollout = dict(
     batch_size=32,  # B, rows trained on per update
     max_prompt_len=32,  # P, tokens
@@ -150,3 +166,72 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     tensorboard=False,
   )
   return config
+
+
+# Qwen2.5. With config.load.policy, which these sizes are for, the folder says
+# them; without, they are those of a random model, for benchmarks.
+SIZES = {
+  "0.5b": dict(
+    num_layers=24,
+    width=896,
+    num_heads=14,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_dim=4864,
+  ),
+  "1.5b": dict(
+    num_layers=28,
+    width=1536,
+    num_heads=12,
+    num_kv_heads=2,
+    head_dim=128,
+    mlp_dim=8960,
+  ),
+  "3b": dict(
+    num_layers=36,
+    width=2048,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=128,
+    mlp_dim=11008,
+  ),
+  "7b": dict(
+    num_layers=28,
+    width=3584,
+    num_heads=28,
+    num_kv_heads=4,
+    head_dim=128,
+    mlp_dim=18944,
+    tie_embeddings=False,
+  ),
+}
+
+
+def pretrained(config: ml_collections.ConfigDict, size: str) -> None:
+  """Sets what a pretrained policy of a size of `SIZES` wants."""
+  config.tokenizer.update(kind="bpe", vocab_size=32_000)  # without a folder
+  config.model.update(
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    qkv_bias=True,
+    dtype="bfloat16",  # parameters and optimizer are float32
+    remat=True,
+    **SIZES[size],
+  )
+  config.critic.init = "reward"
+  is_small = size in ("0.5b", "1.5b")
+  config.optim.update(
+    policy_lr=1e-6 if is_small else 5e-7,
+    critic_lr=1e-5 if is_small else 5e-6,
+    warmup_steps=10,
+    weight_decay=0.0,
+  )
+  fit = dict(rows=32, width=2048, warmup_steps=20, weight_decay=0.0)
+  config.sft.update(lr=1e-5, save_every=100, eval_every=100, **fit)
+  config.reward_model.update(
+    lr=1e-5 if is_small else 5e-6,
+    save_every=100,
+    eval_every=100,
+    center_coef=0.01,  # TRL's example
+    **fit,
+  )

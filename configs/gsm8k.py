@@ -6,7 +6,10 @@ Run:     python -m oppo_jax.train --config=configs/gsm8k.py:tiny \
 Data:    DIR holds train.jsonl and test.jsonl (or .gz), as published at
          github.com/openai/grade-school-math.
 Sizes:   tiny = a random byte-BPE model of 0.3M parameters and 3 steps, to see
-         the path work on real rows; small = 25M parameters with a warm start.
+         the path work on real rows; small = 25M parameters with a warm start;
+         0.5b, 1.5b, 3b, 7b = for a policy of that size in config.load.policy,
+         the rule as the only reward, and the paper's batch. A base model is
+         taught the format first: python -m oppo_jax.sft with the same config.
 """
 
 from configs import common
@@ -15,8 +18,11 @@ from oppo_jax import config as config_lib
 
 def get_config(arg=None):
   arg = config_lib.parse_arg(arg, word="small", arm="oppo", preset="openrlhf")
-  if arg.word not in ("tiny", "small"):
-    raise ValueError(f"configs/gsm8k.py: size {arg.word!r}: not tiny or small")
+  if arg.word not in ("tiny", "small", *common.SIZES):
+    raise ValueError(
+      f"configs/gsm8k.py: size {arg.word!r}: not tiny, small or one of"
+      f" {tuple(common.SIZES)}"
+    )
   config = common.base(arm=arg.arm, preset=arg.preset)
   config.task_name = "gsm8k"
   config.task = dict(data_dir="")
@@ -32,7 +38,7 @@ def get_config(arg=None):
     config.overlap.delta.update(init=4, max=8)
     config.reward = dict(model_weight=0.5, rule_weight=1.0)
     config.eval.num_prompts = 32
-  else:
+  elif arg.word == "small":
     config.num_steps = 500
     config.tokenizer.update(kind="bpe", vocab_size=4096)
     config.model.update(
@@ -54,4 +60,19 @@ def get_config(arg=None):
     config.reward = dict(model_weight=0.2, rule_weight=1.0)
     config.optim.policy_lr = 2e-5
     config.optim.critic_lr = 1e-4
+  else:
+    common.pretrained(config, arg.word)
+    config.num_steps = 500
+    config.sft.update(num_steps=500, width=1024)
+    config.rollout.update(
+      batch_size=112,  # the paper's
+      max_prompt_len=256,
+      max_response_len=512,
+    )
+    config.score.update(tile_rows=16, tile_len=128)
+    config.overlap.chunk.size = 128
+    config.overlap.delta.update(init=16, max=64, step=8)
+    config.reward.update(model_weight=0.0, rule_weight=1.0)
+    config.critic.init = "policy"
+    config.eval.update(num_prompts=256, every=50)
   return config

@@ -258,6 +258,11 @@ def setup(
     )
   except (ValueError, FileNotFoundError) as e:
     raise ValueError(f"config.task: {e}") from e
+  if task.reward is None and config.reward.rule_weight:
+    raise ValueError(
+      f"config.reward.rule_weight={config.reward.rule_weight!r}: must be 0.0,"
+      f" task {task.name!r} has no rule"
+    )
   tokens = make_tokenizer(config, task)
   tokens.save(workdir / "tokenizer")
   examples = task.prompts("train")

@@ -19,6 +19,7 @@ from oppo_jax import (
   chunking,
   compile_cache,
   delta,
+  encoding,
   models,
   stream,
   tasks,
@@ -48,6 +49,13 @@ FIT = {  # a supervised stage, see `supervised.FitConfig`
   "clip_norm": number(0.0),  # 0 = off
 }
 
+STAGE = FIT | {  # a stage that is a command of its own
+  "eval_every": integer(0),  # steps; 0 = ends only
+  "save_every": integer(0),  # steps between snapshots; 0 = at the end
+  "num_eval": integer(0),  # held-out items; 0 = all
+  "long_responses": choice(*encoding.LONG_RESPONSES),
+}
+
 SCHEMA: dict[str, Rule] = {
   "seed": integer(0),
   "num_steps": integer(0),
@@ -72,6 +80,11 @@ SCHEMA: dict[str, Rule] = {
   "warm_start.reward_model.num_prompts": integer(1),
   "warm_start.reward_model.num_samples": integer(1),
   "warm_start.reward_model.num_spoiled": integer(0),
+  **{f"sft.{key}": rule for key, rule in STAGE.items()},
+  **{f"reward_model.{key}": rule for key, rule in STAGE.items()},
+  "reward_model.rows": integer(2),  # a pair may take two
+  "reward_model.margin_coef": number(0.0),
+  "reward_model.center_coef": number(0.0),
   "rollout.batch_size": integer(1),
   "rollout.max_prompt_len": integer(1),
   "rollout.max_response_len": integer(1),

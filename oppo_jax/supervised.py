@@ -14,8 +14,8 @@ own dtype.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,12 @@ class FitConfig:
   warmup_steps: int
   weight_decay: float
   clip_norm: float
+
+
+def fit_config(section: Mapping[str, Any]) -> FitConfig:
+  """The fields of `FitConfig` of a section of a config, which has more."""
+  fields = FitConfig.__dataclass_fields__
+  return FitConfig(**{k: section[k] for k in fields})
 
 
 def language_model_loss(

@@ -3,7 +3,7 @@
 
   random --SFT on worked solutions--> policy --+--> reference (a frozen copy)
   or a folder                                  |
-            its own samples, graded by the task: pairs (right, wrong)
+      the task's pairs, or its own samples, graded: pairs (right, wrong)
                                                |
   policy trunk + new head --Bradley-Terry--> reward model --> critic
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from oppo_jax import (
   checkpoint,
+  encoding,
   flight,
   generation,
   hf,
@@ -147,6 +148,28 @@ def run(
   return params | {"critic": critic}
 
 
+def first_policy(
+  config: ml_collections.ConfigDict, parts: Parts
+) -> types.Params:
+  """The policy before any stage: of its folder, or drawn; float32."""
+  if folder := config.load.policy:
+    return pretrained.load_params("policy", folder, parts.policy)
+  return parts.policy.init(keys.named(config.seed, "init_policy"))
+
+
+def first_reward_model(
+  config: ml_collections.ConfigDict, parts: Parts
+) -> types.Params:
+  """The reward model before any stage, float32: of its folder; or the trunk of
+  the policy's folder with a new head; or drawn."""
+  if folder := config.load.reward_model:
+    return pretrained.load_params("reward_model", folder, parts.reward)
+  if config.load.policy:
+    trunk = pretrained.trunk(first_policy(config, parts))
+    return trunk | {"out": _new_head(config, parts.reward, "init_reward")}
+  return parts.reward.init(keys.named(config.seed, "init_reward"))
+
+
 def _new_head(
   config: ml_collections.ConfigDict, model: models_base.Model, what: str
 ) -> jax.Array:
@@ -179,16 +202,8 @@ def _cached(
   return params
 
 
-def _fit_config(section: ml_collections.ConfigDict) -> supervised.FitConfig:
-  fields = supervised.FitConfig.__dataclass_fields__
-  return supervised.FitConfig(**{k: section[k] for k in fields})
-
-
 def _text(parts: Parts, i: int, response: Sequence[int]) -> texts.Text:
-  prompt = parts.prompts.tokens[i]
-  return texts.Text(
-    np.concatenate([prompt, np.asarray(response, np.int32)]), len(prompt)
-  )
+  return encoding.text(parts.prompts.tokens[i], response)
 
 
 def _printer(log: Log, stage: str) -> Callable[[int, dict[str, float]], None]:
@@ -211,23 +226,22 @@ def fit_policy(
   Raises:
     ValueError: the task has none.
   """
-  section = config.warm_start.sft
-  examples = parts.task.prompts("train")
-  limit = config.rollout.max_response_len
-  rng = np.random.default_rng((config.seed, 3))
-  is_terse = rng.random(len(parts.prompts.rows)) < section.terse
-  items = []
-  for i, row in enumerate(parts.prompts.rows):
-    solution = examples[row].solution
-    if is_terse[i]:
-      solution = parts.task.terse(examples[row])
-    response = [*parts.tokens.encode(solution), parts.tokens.eos_id]
-    if solution and len(response) <= limit:
-      items.append((_text(parts, i, response),))
+  section, task = config.warm_start.sft, parts.task
+  if section.terse and task.terse is None:
+    raise ValueError(
+      f"config.warm_start.sft.terse={section.terse!r}: must be 0.0, task"
+      f" {task.name!r} has no terse responses"
+    )
+  if task.demonstrations is None:
+    items = solutions(config, parts)
+  else:
+    items = encoding.demonstrations(
+      task.demonstrations("train"), parts.tokens, _limits(config, section)
+    ).items
   if not items:
     raise ValueError(
       f"warm_start.sft: task {parts.task.name!r} has no worked solution of at"
-      f" most {limit} tokens"
+      f" most {config.rollout.max_response_len} tokens"
     )
   loss = functools.partial(
     supervised.language_model_loss,
@@ -238,10 +252,29 @@ def fit_policy(
     params,
     loss,
     items,
-    _fit_config(section),
+    supervised.fit_config(section),
     seed=(config.seed, 0),
     log=_printer(log, "sft"),
   )
+
+
+def solutions(
+  config: ml_collections.ConfigDict, parts: Parts
+) -> list[tuple[texts.Text]]:
+  """The training prompts with their solutions, a share of them terse."""
+  examples = parts.task.prompts("train")
+  limit = config.rollout.max_response_len
+  rng = np.random.default_rng((config.seed, 3))
+  is_terse = rng.random(len(parts.prompts.rows)) < config.warm_start.sft.terse
+  items = []
+  for i, row in enumerate(parts.prompts.rows):
+    solution = examples[row].solution
+    if is_terse[i]:
+      solution = parts.task.terse(examples[row])
+    response = [*parts.tokens.encode(solution), parts.tokens.eos_id]
+    if solution and len(response) <= limit:
+      items.append((_text(parts, i, response),))
+  return items
 
 
 def sampled_pairs(
@@ -303,6 +336,41 @@ def spoiled_pairs(
   return pairs
 
 
+def given_pairs(
+  config: ml_collections.ConfigDict, parts: Parts, split: str
+) -> list[Pair]:
+  """The task's own pairs, of prompts that are in no other split."""
+  return encoding.preferences(
+    parts.task.pairs(split),
+    parts.tokens,
+    _limits(config, config.warm_start.reward_model),
+  ).items
+
+
+def _limits(
+  config: ml_collections.ConfigDict, section: ml_collections.ConfigDict
+) -> encoding.Limits:
+  r = config.rollout
+  return encoding.Limits(
+    r.max_prompt_len, r.long_prompts, section.width, "skip"
+  )
+
+
+def made_pairs(
+  config: ml_collections.ConfigDict, parts: Parts, policy: types.Params
+) -> tuple[list[Pair], list[Pair]]:
+  """Pairs for training, sampled and spoiled, and held-out ones, sampled."""
+  width = config.warm_start.reward_model.width
+  sampled = sampled_pairs(config, parts, policy)
+  cut = len(sampled) // HELD_OUT
+  fits = lambda pair: all(len(text.tokens) <= width for text in pair)
+  flat = lambda groups: [p for group in groups for p in group if fits(p)]
+  return (
+    flat([*sampled[cut:], *spoiled_pairs(config, parts)]),
+    flat(sampled[:cut]),
+  )
+
+
 def fit_reward_model(
   config: ml_collections.ConfigDict,
   parts: Parts,
@@ -311,24 +379,27 @@ def fit_reward_model(
   *,
   log: Log,
 ) -> types.Params:
-  """Bradley-Terry on pairs; says how the policy's held-out samples fare.
+  """Bradley-Terry on pairs; says how held-out ones fare.
+
+  The pairs are the task's own, where it has some; else they are made of the
+  policy's samples.
 
   Raises:
     ValueError: there is no pair to learn from.
   """
   section = config.warm_start.reward_model
-  sampled = sampled_pairs(config, parts, policy)
-  cut = len(sampled) // HELD_OUT
-  fits = lambda pair: all(len(text.tokens) <= section.width for text in pair)
-  flat = lambda groups: [p for group in groups for p in group if fits(p)]
-  held_out = flat(sampled[:cut])
-  items = flat([*sampled[cut:], *spoiled_pairs(config, parts)])
-  if not items:
-    raise ValueError(
-      "warm_start.reward_model: all samples of every prompt got the same grade"
+  if parts.task.pairs is not None:
+    items, held_out = (
+      given_pairs(config, parts, split) for split in ("train", "test")
     )
+    nothing = f"no pair of at most width={section.width} tokens a side"
+  else:
+    items, held_out = made_pairs(config, parts, policy)
+    nothing = "all samples of every prompt got the same grade"
+  if not items:
+    raise ValueError(f"warm_start.reward_model: {nothing}")
   log(f"reward_model: {len(items)} pairs, {len(held_out)} held out")
-  fit = _fit_config(section)
+  fit = supervised.fit_config(section)
   reward = supervised.fit(
     params,
     functools.partial(supervised.preference_loss, model=parts.reward),

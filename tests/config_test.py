@@ -14,9 +14,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import common
-from oppo_jax import assemble, config, packing, schema, supervised
+from oppo_jax import assemble, config, packing, schema, supervised, texts
 from oppo_jax.algos import ppo
 from oppo_jax.models import gpt, transformer
+from oppo_jax.tasks import stack_exchange
 
 CONFIGS = pathlib.Path(common.__file__).parent
 
@@ -474,12 +475,14 @@ VARIANTS = {
   "quickstart": [*config.ARMS, *(f"preset={p}" for p in ppo.PRESETS)],
   "gsm8k": [
     f"{size},{choice}"
-    for size in ("tiny", "small")
+    for size in ("tiny", "small", "7b")
     for choice in (
       *(f"arm={arm}" for arm in config.ARMS),
       *(f"preset={preset}" for preset in ppo.PRESETS),
     )
   ],
+  "stack_exchange": ["tiny", *common.SIZES, "tiny,arm=serial,preset=trl"],
+  "jsonl": ["small", *common.SIZES, "small,arm=serial,preset=trl"],
 }
 FILES = sorted(p.stem for p in CONFIGS.glob("*.py"))
 FILES = [name for name in FILES if name not in ("__init__", "common")]
@@ -526,9 +529,30 @@ def gsm8k_rows(c, tmp_path):
   c.task.data_dir = str(tmp_path)
 
 
+def jsonl_rows(c, tmp_path):
+  rows = [dict(prompt=f"What is {i}?") for i in range(40)]
+  lines = [json.dumps(row) + "\n" for row in rows]
+  (tmp_path / "train.jsonl").write_text("".join(lines))
+  c.task.data_dir = str(tmp_path)
+
+
+def stack_exchange_rows(c, tmp_path):
+  for name in stack_exchange.FILES:
+    answers = [
+      dict(answer_id=i, votes=i, selected=False, text=f"It is {i}.")
+      for i in range(3)
+    ]
+    row = dict(qid=name, title=name, question="What is it?", answers=answers)
+    path = tmp_path / f"questions_{name}.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+  c.task.data_dir = str(tmp_path)
+
+
 ROWS = {
   "arithmetic": arithmetic_rows,
   "gsm8k": gsm8k_rows,
+  "jsonl": jsonl_rows,
+  "stack_exchange": stack_exchange_rows,
   "stories": lambda c, tmp_path: None,
 }
 TRACED = [
@@ -608,8 +632,8 @@ def test_every_config_traces(name, arg, overrides, tmp_path):
     (c.warm_start.sft, learn, policy, 1),
     (c.warm_start.reward_model, prefer, reward, 2),
   ):
-    text = supervised.Text(np.ones(9, np.int32), 4)
-    packed = supervised.pack(
+    text = texts.Text(np.ones(9, np.int32), 4)
+    packed = texts.pack(
       iter([(text,) * num_texts]),
       rows=stage.rows,
       width=stage.width,

@@ -130,7 +130,9 @@ def make(
     terse=_answer if fields["answer"] else None,
     corrupt=None,
     pairs=functools.cache(pairs) if fields["chosen"] else None,
-    demonstrations=functools.cache(demonstrations),
+    demonstrations=functools.cache(demonstrations)
+    if fields["chosen"]
+    else None,
   )
 
 
