@@ -26,6 +26,6 @@ def get_config(arg=None):
   config.rollout.max_response_len = 96
   config.overlap.delta.update(kind="paper", init=8, max=16, window=3)
   config.optim.policy_lr = 3e-4
-  config.reward = dict(model_weight=0.5, rule_weight=1.0)
+  config.reward.update(model_weight=0.5, rule_weight=1.0)
   config.eval.num_prompts = 0
   return config

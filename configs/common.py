@@ -112,7 +112,15 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     tile_len=32,  # T, tokens
     logprob_chunk=512,  # tokens whose logits exist at one time
   )
-  config.reward = dict(model_weight=1.0, rule_weight=0.0)
+  config.reward = dict(
+    model_weight=1.0,
+    rule_weight=0.0,  # of the task's main rule
+    # Further rules: two of every task, and what a task brings, by name.
+    rules=dict(
+      length=0.0,  # - tokens / R
+      ended=0.0,  # 1 if an EOS ended the response
+    ),
+  )
 
   config.overlap = dict(
     intra="none",  # none | sequence | chunk

@@ -36,7 +36,7 @@ def get_config(arg=None):
       batch_size=8, max_prompt_len=192, max_response_len=256
     )
     config.overlap.delta.update(init=4, max=8)
-    config.reward = dict(model_weight=0.5, rule_weight=1.0)
+    config.reward.update(model_weight=0.5, rule_weight=1.0)
     config.eval.num_prompts = 32
   elif arg.word == "small":
     config.num_steps = 500
@@ -57,7 +57,7 @@ def get_config(arg=None):
       batch_size=64, max_prompt_len=256, max_response_len=384
     )
     config.overlap.delta.update(init=16, max=32)
-    config.reward = dict(model_weight=0.2, rule_weight=1.0)
+    config.reward.update(model_weight=0.2, rule_weight=1.0)
     config.optim.policy_lr = 2e-5
     config.optim.critic_lr = 1e-4
   else:

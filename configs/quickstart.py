@@ -23,7 +23,7 @@ def get_config(arg=None):
   config.rollout.batch_size = 128
   # The learned reward model alone was exploited in trials (README says more):
   # it gets a twentieth of the weight of the rule.
-  config.reward = dict(model_weight=0.05, rule_weight=1.0)
+  config.reward.update(model_weight=0.05, rule_weight=1.0)
   config.critic.init = "random"
   config.optim.update(policy_lr=2.5e-4, critic_lr=1e-3)
   config.optim.update(warmup_steps=10, schedule="linear")

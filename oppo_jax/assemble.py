@@ -16,11 +16,13 @@ from oppo_jax import (
   decode,
   flight,
   generation,
+  grading,
   hf,
   models,
   overlap,
   pretrained,
   rescore,
+  rewards,
   score,
   stream,
   tasks,
@@ -45,6 +47,7 @@ class Setup(NamedTuple):
     prompt_of: the prompt of a uid, as the loop wants it.
     row_of: training row of a uid.
     max_response_len: R.
+    grader: of the task; has threads if the task wants some.
     rescore_fn: of a reward model that reads text; None = it is streamed.
   """
 
@@ -56,6 +59,7 @@ class Setup(NamedTuple):
   prompt_of: Callable[[int], flight.Prompt]
   row_of: Callable[[int], int]
   max_response_len: int
+  grader: grading.Grader
   rescore_fn: rescore.Rescore | None = None
 
 
@@ -263,6 +267,7 @@ def setup(
       f"config.reward.rule_weight={config.reward.rule_weight!r}: must be 0.0,"
       f" task {task.name!r} has no rule"
     )
+  rewards.check_rules(config.reward.rules.to_dict(), task.rules)
   tokens = make_tokenizer(config, task)
   tokens.save(workdir / "tokenizer")
   examples = task.prompts("train")
@@ -326,5 +331,6 @@ def setup(
     prompt_of=prompt_of,
     row_of=lambda uid: int(prompts.rows[uids.index(uid)]),
     max_response_len=r.max_response_len,
+    grader=grading.Grader(task),
     rescore_fn=make_rescore(config, engine.models.reward),
   )

@@ -101,6 +101,7 @@ SCHEMA: dict[str, Rule] = {
   "score.logprob_chunk": integer(1),
   "reward.model_weight": number(),
   "reward.rule_weight": number(),
+  "reward.rules": SECTION,  # a weight for each name, see `rewards.check_rules`
   "overlap.placement": choice("colocated", "disaggregated"),
   "overlap.dispatch": choice("auto", "separate", "fused"),
   "overlap.intra": choice("none", "sequence", "chunk"),
@@ -157,7 +158,15 @@ def _schema(config: ml_collections.ConfigDict) -> dict[str, Rule]:
     plugin = plugins.get(str(config.get(f"{section}_name")))
     keys = plugin.SCHEMA if plugin else {}
     schema |= {f"{section}.{key}": rule for key, rule in keys.items()}
+  reward = config.get("reward")
+  rules = reward.get("rules") if _is_section(reward) else None
+  for name in rules if _is_section(rules) else ():
+    schema[f"reward.rules.{name}"] = number()
   return schema
+
+
+def _is_section(x: Any) -> bool:
+  return isinstance(x, Mapping | ml_collections.ConfigDict)
 
 
 def _tree(schema: Mapping[str, Rule]) -> dict[str, Any]:
@@ -187,7 +196,7 @@ def _check_keys(config: Any, tree: dict[str, Any], prefix: str) -> None:
     if isinstance(rule, Rule):
       if not rule.is_valid(value):
         raise ValueError(f"config.{key}={value!r}: must be {rule.expected}")
-    elif not isinstance(value, Mapping | ml_collections.ConfigDict):
+    elif not _is_section(value):
       raise ValueError(f"config.{key}={value!r}: must be a section")
     else:
       _check_keys(value, rule, f"{key}.")

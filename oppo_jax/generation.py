@@ -11,7 +11,16 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from oppo_jax import decode, flight, metrics, overlap, score, tokenizer, types
+from oppo_jax import (
+  decode,
+  flight,
+  grading,
+  metrics,
+  overlap,
+  score,
+  tokenizer,
+  types,
+)
 from oppo_jax.models import base as models_base
 from oppo_jax.tasks import base as tasks_base
 
@@ -125,10 +134,8 @@ def grade(
   max_response_len: int,
 ) -> Accuracy:
   """Mean rule-based reward of the responses, with length statistics."""
-  rewards = [
-    task.reward(example, tokens.decode(r.tolist()))
-    for example, r in zip(examples, responses)
-  ]
+  texts = [tokens.decode(r.tolist()) for r in responses]
+  rewards = grading.rewards(task, examples, texts)
   lengths = np.array([len(r) for r in responses])
   ended = np.array([r[-1] in tokens.eos_ids for r in responses])
   return Accuracy(

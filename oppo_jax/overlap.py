@@ -17,6 +17,7 @@ computed. The host only enqueues; it waits in `metrics.fetch` alone.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -293,6 +294,7 @@ def rollout(
   intra: str,
   timers: metrics.Timers,
   debug: bool = False,
+  on_done: Callable[[int, np.ndarray], None] | None = None,
 ) -> tuple[OverlapState, types.Batch, Rollout]:
   """Decodes until B rows are ready, scores them, takes them out.
 
@@ -308,6 +310,9 @@ def rollout(
     timers: gets "decode" (until the batch is complete; what is scored
       meanwhile included) and "score" (what was left to score then).
     debug: check the buffer's invariants after every chunk (syncs).
+    on_done: is told uid and response tokens of every row as soon as the host
+      knows that it has ended, those that are not taken included. A row that
+      starts again is told again. Nothing waits for it, and it decides nothing.
 
   Returns:
     What is still in flight, the batch (on the device), and what was done.
@@ -352,6 +357,7 @@ def rollout(
       is_complete = seen.is_complete
       if debug:
         slots.check(state.slots)
+      ended = np.flatnonzero(seen.done & ~state.done)
       state = dataclasses.replace(state, length=seen.length, done=seen.done)
       rows = {
         "none": np.zeros_like(seen.done),
@@ -363,6 +369,11 @@ def rollout(
       state, held = run_scorers(
         state, report.tokens, rows, flush=False, hold=hold
       )
+      if on_done is not None and ended.size:
+        tokens = metrics.fetch(report.tokens)
+        for slot in ended:
+          response = slice(state.prompt_len[slot], state.length[slot])
+          on_done(int(state.uid[slot]), tokens[slot, response])
   with timers("score"):
     state, _ = run_scorers(
       state, report.tokens, seen.selected, flush=True, hold=False

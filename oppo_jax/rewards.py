@@ -7,6 +7,10 @@ text or advantages. Everything is float from the start: a reward array with the
 dtype of token ids would truncate scores to integers.
 """
 
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Real
@@ -15,18 +19,63 @@ from oppo_jax import ops
 
 SCORE_POSITIONS = ("last", "after_eos")
 
+# Rules of every task: (tokens of the response, ended by an EOS, R) -> number.
+RULES = {
+  "length": lambda response_len, has_eos, limit: -response_len / limit,
+  "ended": lambda response_len, has_eos, limit: has_eos,
+}
+
 
 def weighted_sum(
-  parts: dict[str, np.ndarray], weights: dict[str, float]
+  parts: dict[str, np.ndarray], weights: dict[str, Any]
 ) -> np.ndarray:
-  """Scores [B] of several rewards: sum of weights["<name>_weight"] * part.
+  """Scores [B] of several rewards: sum of weight * part.
 
   On the host, in float32: parts come from the device (learned) and from rules.
+
+  Args:
+    parts: by name: "model", "rule", and further rules.
+    weights: `config.reward`: "model_weight", "rule_weight", and "rules", the
+      weights of further rules by name. A rule without one is not added.
   """
   total = np.zeros(len(next(iter(parts.values()))), np.float32)
+  further = {k: v for k, v in weights["rules"].items() if v}
   for name, scores in parts.items():
-    total += np.float32(weights[f"{name}_weight"]) * scores.astype(np.float32)
+    if name in ("model", "rule"):
+      weight = weights[f"{name}_weight"]
+    elif name in further:
+      weight = further[name]
+    else:
+      continue
+    total += np.float32(weight) * scores.astype(np.float32)
   return total
+
+
+def check_rules(weights: dict[str, float], task_rules: Sequence[str]) -> None:
+  """Raises ValueError if a weight is of a rule that there is not."""
+  known = (*RULES, *task_rules)
+  for name in weights:
+    if name not in known:
+      close = difflib.get_close_matches(name, known, n=1)
+      hint = f"; did you mean {close[0]!r}?" if close else ""
+      raise ValueError(
+        f"config.reward.rules.{name}: unknown rule, not one of {known}{hint}"
+      )
+
+
+def rule_parts(
+  names: Iterable[str],
+  response_len: Int[np.ndarray, " B"],
+  has_eos: Bool[np.ndarray, " B"],
+  *,
+  max_response_len: int,
+) -> dict[str, np.ndarray]:
+  """Those of `RULES` that are named, [B] each; on the host."""
+  return {
+    name: np.float32(RULES[name](response_len, has_eos, max_response_len))
+    for name in names
+    if name in RULES
+  }
 
 
 def final_scores(

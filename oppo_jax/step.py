@@ -19,6 +19,7 @@ from oppo_jax import (
   controllers,
   delta,
   flight,
+  grading,
   keys,
   metrics,
   overlap,
@@ -122,17 +123,39 @@ def init(
 def grade(
   s: assemble.Setup, batch: types.Batch, weights: dict[str, float]
 ) -> tuple[np.ndarray, dict[str, float], list[str]]:
-  """Total scores [B] of a fetched batch, the mean of each part, the texts."""
-  task, examples, decode = s.parts.task, s.examples, s.parts.tokens.decode
-  texts = [decode(r[:n]) for r, n in zip(batch.responses, batch.response_len)]
-  by_rule = [
-    task.reward(examples[s.row_of(u)], text)
-    for u, text in zip(batch.uid, texts)
-  ]
-  parts = {"model": batch.scores, "rule": np.array(by_rule, np.float32)}
+  """Total scores [B] of a fetched batch, the mean of each part, the texts.
+
+  Args:
+    s: setup.
+    batch: fetched; its scores are the reward model's.
+    weights: `config.reward`, see `rewards.weighted_sum`.
+
+  Raises:
+    ValueError: see `grading.Grader.results`.
+  """
+  task = s.parts.task
+  rows = zip(batch.uid, batch.responses, batch.response_len)
+  items = [item_of(s, uid, response[:n]) for uid, response, n in rows]
+  parts = {"model": batch.scores}
+  if task.reward is not None:
+    found = s.grader.results(items)
+    for name in ("rule", *task.rules):
+      parts[name] = np.array([grades[name] for grades in found], np.float32)
+  parts |= rewards.rule_parts(
+    [name for name, weight in weights["rules"].items() if weight],
+    batch.response_len,
+    batch.has_eos,
+    max_response_len=s.max_response_len,
+  )
   total = rewards.weighted_sum(parts, weights)
   means = {f"reward/{k}": float(v.mean()) for k, v in parts.items()}
-  return total, means, texts
+  return total, means, [item.text for item in items]
+
+
+def item_of(s: assemble.Setup, uid: int, response: np.ndarray) -> grading.Item:
+  """A response as the rule sees it."""
+  example = s.examples[s.row_of(uid)]
+  return grading.Item(int(uid), example, s.parts.tokens.decode(response))
 
 
 def read_again(
@@ -180,7 +203,7 @@ def collect(
     config: validated.
     s: of `config`.
     state: before the step.
-    timers: gets "decode" and "score".
+    timers: gets "decode", "score" and "grade".
     slot_order: see `flight.admit`.
     debug: see `overlap.rollout`.
   """
@@ -196,6 +219,7 @@ def collect(
   )
   num_in_flight = int(in_flight.in_flight.sum())
   trained = {k: fns.cast(v) for k, v in state.train.params.items()}
+  grade_early = lambda uid, tokens: s.grader.submit(item_of(s, uid, tokens))
   in_flight, on_device, done = overlap.rollout(
     fns,
     in_flight,
@@ -206,12 +230,14 @@ def collect(
     intra=config.overlap.intra,
     timers=timers,
     debug=debug,
+    on_done=grade_early if s.grader.is_early else None,
   )
   with timers("score"):
     batch = metrics.fetch(on_device)
     if s.rescore_fn is not None:
       batch = batch.replace(scores=read_again(s, state.frozen["reward"], batch))
-  scores, parts, texts = grade(s, batch, config.reward.to_dict())
+  with timers("grade"):
+    scores, parts, texts = grade(s, batch, config.reward.to_dict())
   batch = batch.replace(scores=scores)
   row = parts | report.step_row(
     step, batch, done, in_flight=num_in_flight, **decision

@@ -153,6 +153,7 @@ def _train(
   # Before the stages: a log that cannot be replayed should end the run early.
   controllers.make(config.overlap, num_steps=config.num_steps)
   s = assemble.setup(config, workdir, log=cli.say)
+  stack.callback(s.grader.close)
   has_grades = config.eval.num_prompts and s.parts.task.reward
   held_out = HeldOut.make(config, s) if has_grades else None
   files = Files(workdir, tensorboard=config.log.tensorboard)

@@ -28,6 +28,7 @@ from oppo_jax import (
   encoding,
   flight,
   generation,
+  grading,
   hf,
   keys,
   pretrained,
@@ -295,13 +296,17 @@ def sampled_pairs(
     [parts.prompts.tokens[i] for i in range(num) for _ in range(k)],
     run_key=keys.named(config.seed, "sample_pairs"),
   )
+  asked = [examples[row] for row in parts.prompts.rows[:num]]
+  grades = grading.rewards(
+    parts.task,
+    [example for example in asked for _ in range(k)],
+    [parts.tokens.decode(response) for response in responses],
+  )
   pairs = []
-  for i in range(num):
-    example = examples[parts.prompts.rows[i]]
+  for i, example in enumerate(asked):
     sides: dict[bool, dict[tuple[int, ...], None]] = {True: {}, False: {}}
-    for response in responses[i * k : (i + 1) * k]:
-      text = parts.tokens.decode(response)
-      sides[parts.task.reward(example, text) >= 1][tuple(response)] = None
+    for j in range(i * k, (i + 1) * k):
+      sides[grades[j] >= 1][tuple(responses[j])] = None
     if not sides[True] and example.solution:
       solution = parts.tokens.encode(example.solution)
       sides[True][(*solution, parts.tokens.eos_id)] = None

@@ -63,8 +63,9 @@ def at(c, prefix):
   return c
 
 
-CLOSED = sorted(set(sections(base())) - {"task."})
-KEYS = [key for key in leaves(base()) if not key.startswith("task.")]
+OPEN = ("task.", "reward.rules.")  # whoever reads them checks their keys
+CLOSED = sorted(set(sections(base())) - set(OPEN))
+KEYS = [key for key in leaves(base()) if not key.startswith(OPEN)]
 REQUIRED = ["task", "algo", "warm_start", "model", "overlap.delta", *KEYS]
 
 
@@ -169,6 +170,8 @@ BAD = {
   "score.tile_len": [0],
   "score.logprob_chunk": [0],
   "reward.model_weight": [float("nan")],
+  "reward.rules": [1.0],
+  "reward.rules.length": [1, "much"],
   "overlap": ["oppo"],
   "overlap.intra": ["resume", True],
   "overlap.inter": ["chunk"],
@@ -481,6 +484,7 @@ VARIANTS = {
       *(f"preset={preset}" for preset in ppo.PRESETS),
     )
   ],
+  "opencoder": ["tiny", *common.SIZES, "tiny,arm=serial,preset=trl"],
   "stack_exchange": ["tiny", *common.SIZES, "tiny,arm=serial,preset=trl"],
   "jsonl": ["small", *common.SIZES, "small,arm=serial,preset=trl"],
 }
@@ -548,8 +552,25 @@ def stack_exchange_rows(c, tmp_path):
   c.task.data_dir = str(tmp_path)
 
 
+def code_rows(c, tmp_path):
+  rows = [
+    dict(
+      split=("train", "test")[i % 2],
+      text=f"Write a function to add {i}.",
+      code=f"def add(x):\n  return x + {i}",
+      test_list=[f"assert add(1) == {i + 1}"],
+    )
+    for i in range(40)
+  ]
+  lines = [json.dumps(row) + "\n" for row in rows]
+  (tmp_path / "mbpp.jsonl").write_text("".join(lines))
+  c.task.train_path = str(tmp_path / "mbpp.jsonl")
+  c.task.isolation = "any"
+
+
 ROWS = {
   "arithmetic": arithmetic_rows,
+  "code": code_rows,
   "gsm8k": gsm8k_rows,
   "jsonl": jsonl_rows,
   "stack_exchange": stack_exchange_rows,
@@ -558,6 +579,7 @@ ROWS = {
 TRACED = [
   *((name, None, {}) for name in FILES),
   ("gsm8k", "tiny", {}),
+  ("opencoder", "tiny", {}),
   ("ablation", "restart,preset=trl", {}),
   ("ablation", "preset=verl", {"model.dtype": "bfloat16"}),
   ("ablation", "oppo", {"rollout.decode_loop": "fori"}),

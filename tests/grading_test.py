@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grades do not depend on when, where and in which order they are computed."""
 
+import dataclasses
 import threading
+import time
+import zlib
 
+import numpy as np
 import pytest
 
-from oppo_jax import grading
+from configs import ablation
+from oppo_jax import assemble, grading, metrics, step, warm_start
 from oppo_jax.tasks import base
 
 EXAMPLES = [base.Example(f"prompt {i}", str(i), "") for i in range(8)]
@@ -102,3 +107,124 @@ def test_the_rewards_of_many_responses(workers):
 def test_a_task_without_further_numbers_has_its_reward():
   task = base.Task("t", None, lambda e, t: 0.5, None, None)
   assert task.grades(EXAMPLES[0], "") == {"rule": 0.5}
+
+
+# In the loop.
+
+NUM_STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def loop(tmp_path_factory):
+  """A run that is ready to start: config, setup, parameters."""
+  config = ablation.get_config("oppo")
+  config.num_steps = NUM_STEPS
+  config.task.update(num_train=200, num_test=8)
+  config.rollout.update(batch_size=8, max_response_len=48)
+  config.overlap.delta.update(kind="fixed", init=4, max=8)
+  config.reward.rules.update(length=0.1, ended=0.3)
+  with config.unlocked():
+    config.reward.rules.digits = 0.2
+  workdir = tmp_path_factory.mktemp("loop")
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(assemble.rewards, "check_rules", lambda *args: None)
+    s = assemble.setup(config, workdir, log=lambda line: None)
+  params = warm_start.run(
+    config, s.parts, workdir=workdir, log=lambda line: None
+  )
+  return config, s, params
+
+
+def run(loop, grade, workers):
+  """Batches and metrics of a few steps under another rule."""
+  config, s, params = loop
+  rules = ("digits",)
+  task = dataclasses.replace(
+    s.parts.task, grade=grade, rules=rules, workers=workers
+  )
+  s = s._replace(parts=s.parts._replace(task=task), grader=grading.Grader(task))
+  state, timers, found = step.init(config, s, params), metrics.Timers(), []
+  for _ in range(NUM_STEPS):
+    state, done = step.run(config, s, state, timers)
+    found.append(done)
+  s.grader.close()
+  return found
+
+
+def slow(example, text):
+  """A rule of example and text, that takes its time: more or less of it."""
+  draw = zlib.crc32(f"{example.prompt}{text}".encode())
+  time.sleep(draw % 7 / 100)
+  digits = float(sum(x.isdigit() for x in text))
+  return {"rule": float(draw % 2), "digits": digits}
+
+
+def test_batches_do_not_depend_on_workers(loop):
+  runs = {workers: run(loop, slow, workers) for workers in (0, 1, 8)}
+  for found in (runs[1], runs[8]):
+    for got, expected in zip(found, runs[0], strict=True):
+      np.testing.assert_array_equal(got.batch.uid, expected.batch.uid)
+      np.testing.assert_array_equal(got.batch.scores, expected.batch.scores)
+      np.testing.assert_array_equal(
+        got.batch.sequences, expected.batch.sequences
+      )
+      named = {k: v for k, v in got.row.items() if k.startswith("reward/")}
+      assert named == {k: expected.row[k] for k in named}
+  assert any(done.row["overlap/deferred"] for done in runs[0])
+
+
+def test_every_reward_is_logged_by_its_name_and_adds_up(loop):
+  config, s, _ = loop
+  done = run(loop, slow, 2)[0]
+  named = {k: v for k, v in done.row.items() if k.startswith("reward/")}
+  assert set(named) == {
+    f"reward/{name}" for name in ("model", "rule", "digits", "length", "ended")
+  }
+  batch, w = done.batch, config.reward
+  limit = config.rollout.max_response_len
+  expected = {
+    "reward/ended": np.mean(batch.has_eos),
+    "reward/length": -np.mean(batch.response_len) / limit,
+    "reward/digits": np.mean([sum(map(str.isdigit, t)) for t in done.texts]),
+  }
+  for name, value in expected.items():
+    assert named[name] == pytest.approx(value, abs=1e-6), name
+  total = w.model_weight * named["reward/model"]
+  total += w.rule_weight * named["reward/rule"]
+  total += sum(
+    w.rules[name] * named[f"reward/{name}"]
+    for name in ("length", "ended", "digits")
+  )
+  assert np.mean(batch.scores) == pytest.approx(total, abs=1e-5)
+
+
+def test_a_rule_that_fails_ends_the_run_and_names_the_row(loop):
+  def fail(example, text):
+    raise RuntimeError("no sandbox")
+
+  with pytest.raises(
+    ValueError, match=r"^task 'arithmetic', uid \d+: RuntimeError: no sandbox$"
+  ):
+    run(loop, fail, 2)
+
+
+def test_rows_are_graded_while_others_decode(loop, monkeypatch):
+  began = []
+  rollout = step.overlap.rollout
+
+  def watched(*args, **kwargs):
+    got = rollout(*args, **kwargs)
+    began.append(len(seen))  # before anybody asked for a grade
+    return got
+
+  seen = []
+  monkeypatch.setattr(step.overlap, "rollout", watched)
+  submit = grading.Grader.submit
+  monkeypatch.setattr(
+    grading.Grader,
+    "submit",
+    lambda self, item: (seen.append(item.uid), submit(self, item)),
+  )
+  run(loop, slow, 2)
+  assert began[0] >= 8  # all of the first batch
+  assert len(seen) == len(set(seen)) == began[-1]  # and none of them twice

@@ -479,6 +479,32 @@ def test_groups_leave_together(setup):
   same(train(arm, slot_order=np.arange(8)[::-1]), run)
 
 
+# What the loop tells of rows that have ended.
+
+
+@pytest.mark.parametrize("inter", ["resume", "restart"])
+def test_a_row_that_ended_is_told_as_it_is_trained_on(
+  setup, streamed, monkeypatch, inter
+):
+  told, rollout = [], overlap.rollout
+  on_done = lambda uid, tokens: told.append((uid, tokens.tolist()))
+  monkeypatch.setattr(
+    overlap, "rollout", functools.partial(rollout, on_done=on_done)
+  )
+  s = setup
+  if inter == "restart":
+    s = tiny.variant(restarts=True)
+  run = train(s)
+  last = dict(told)
+  for batch in run.batches:
+    for uid, tokens, n in zip(batch.uid, batch.responses, batch.response_len):
+      assert last[int(uid)] == tokens[:n].tolist()
+  if inter == "resume":
+    assert len(last) == len(told)  # once, however long it waited to be taken
+    for batch, expected in zip(run.batches, streamed.batches):
+      np.testing.assert_array_equal(batch.responses, expected.responses)
+
+
 # When things are dispatched.
 
 

@@ -87,3 +87,41 @@ def test_no_clip_and_no_penalty_leave_scores_alone():
 def test_unknown_score_position_is_refused():
   with pytest.raises(ValueError, match=r"'first'.*after_eos"):
     rewards.score_column(MASK, position="first")
+
+
+WEIGHTS = dict(model_weight=0.5, rule_weight=2.0, rules=dict(tests=0.25, x=0.0))
+
+
+def test_scores_are_weighted_by_name():
+  parts = {
+    "model": np.float32([1.0, -1.0]),
+    "rule": np.float32([0.0, 1.0]),
+    "tests": np.float32([4.0, 8.0]),
+    "x": np.float32([np.nan, np.nan]),  # without a weight: only logged
+    "y": np.float32([np.nan, np.nan]),
+  }
+  got = rewards.weighted_sum(parts, WEIGHTS)
+  assert got.dtype == np.float32
+  np.testing.assert_array_equal(got, [0.5 + 1.0, -0.5 + 2.0 + 2.0])
+
+
+def test_rules_of_every_task_by_hand():
+  got = rewards.rule_parts(
+    ["ended", "length", "tests"],
+    np.array([8, 2]),
+    np.array([False, True]),
+    max_response_len=8,
+  )
+  assert {k: v.tolist() for k, v in got.items()} == {
+    "ended": [0.0, 1.0],
+    "length": [-1.0, -0.25],
+  }
+  assert {v.dtype for v in got.values()} == {np.dtype("float32")}
+
+
+def test_a_weight_of_no_rule_is_named():
+  rewards.check_rules({"length": 0.0, "tests": 1.0}, ("tests",))
+  with pytest.raises(
+    ValueError, match=r"^config.reward.rules.test: unknown rule.*'tests'\?$"
+  ):
+    rewards.check_rules({"test": 1.0}, ("tests",))
