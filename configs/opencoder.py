@@ -25,7 +25,7 @@ from oppo_jax import config as config_lib
 
 
 def get_config(arg=None):
-  arg = config_lib.parse_arg(arg, word="1.5b", arm="oppo", preset="openrlhf")
+  arg = config_lib.parse_arg(arg, word="tiny", arm="oppo", preset="openrlhf")
   if arg.word != "tiny" and arg.word not in common.SIZES:
     raise ValueError(
       f"configs/opencoder.py: size {arg.word!r}: not tiny or one of"

@@ -579,7 +579,6 @@ ROWS = {
 TRACED = [
   *((name, None, {}) for name in FILES),
   ("gsm8k", "tiny", {}),
-  ("opencoder", "tiny", {}),
   ("ablation", "restart,preset=trl", {}),
   ("ablation", "preset=verl", {"model.dtype": "bfloat16"}),
   ("ablation", "oppo", {"rollout.decode_loop": "fori"}),
