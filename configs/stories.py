@@ -16,7 +16,7 @@ from oppo_jax import config as config_lib
 def get_config(arg=None):
   arg = config_lib.parse_arg(arg, word="oppo", preset="openrlhf")
   config = common.base(arm=arg.word, preset=arg.preset)
-  config.num_steps = 40
+  config.num_steps = 24
   config.task_name = "stories"
   config.task = dict(num_test=64, seed=0)
   config.reward.update(model_weight=0.0, rule_weight=1.0)

@@ -14,6 +14,7 @@ PURPOSES = (
   "init_critic",
   "sample_pairs",  # responses that the reward model learns from
   "held_out",  # sampled evaluation
+  "generate",  # the command
 )
 
 

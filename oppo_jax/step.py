@@ -162,11 +162,14 @@ def read_again(
   s: assemble.Setup, params: types.Params, batch: types.Batch
 ) -> np.ndarray:
   """What a reward model that reads text says of a fetched batch: [B]."""
-  decode = s.parts.tokens.decode
+  decode = s.parts.tokens.decode_after
+  rows = zip(
+    batch.sequences, batch.prompt_len, batch.responses, batch.response_len
+  )
   return s.rescore_fn(
     params,
     [s.examples[s.row_of(uid)].prompt for uid in batch.uid],
-    [decode(r[:n]) for r, n in zip(batch.responses, batch.response_len)],
+    [decode(row[:p], r[:n]) for row, p, r, n in rows],
     batch.has_eos,
   )
 

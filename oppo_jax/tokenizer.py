@@ -119,6 +119,15 @@ class Tokenizer:
       text, known = text + "\ufffd", []
     return text[:-1]  # the sentinel's
 
+  def decode_after(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of the ids as it follows that of the prompt.
+
+    Alone, SentencePiece's begin without the space they have there.
+    """
+    prompt, ids = [int(i) for i in prompt], [int(i) for i in ids]
+    head, whole = self.decode(prompt), self.decode([*prompt, *ids])
+    return whole[len(head) :] if whole.startswith(head) else self.decode(ids)
+
   def save(self, folder: str | os.PathLike) -> None:
     """Writes the files that `load` reads."""
     folder = pathlib.Path(folder)

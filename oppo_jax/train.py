@@ -10,10 +10,12 @@ Bad input ends a run with one line; --verbosity=1 shows where it was noticed.
 """
 
 import contextlib
+import functools
 import json
 import pathlib
 import shutil
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -65,18 +67,39 @@ class HeldOut(NamedTuple):
     )
 
   def accuracy(
-    self, s: assemble.Setup, policy: types.Params, when: str
+    self,
+    s: assemble.Setup,
+    policy: types.Params,
+    when: str,
+    *,
+    step: int,
+    log: Callable[[dict[str, Any]], None],
+    num_logged: int,
   ) -> dict[str, generation.Accuracy]:
-    """Greedy, and sampled as in training; says what it found."""
-    found = {}
+    """Greedy, and sampled as in training; says what it found.
+
+    Args:
+      s: setup.
+      policy: its parameters.
+      when: in words.
+      step: updates so far.
+      log: takes the first responses of either kind.
+      num_logged: how many.
+    """
+    found, tokens = {}, s.parts.tokens
     for name, fns in (("greedy", s.greedy), ("sampled", s.parts.sampler)):
+      said = generation.generate(fns, policy, self.prompts, run_key=self.key)
       found[name] = generation.grade(
         s.parts.task,
         self.examples,
-        generation.generate(fns, policy, self.prompts, run_key=self.key),
-        tokens=s.parts.tokens,
+        said,
+        tokens=tokens,
         max_response_len=s.max_response_len,
       )
+      for i in range(min(num_logged, len(said))):
+        text = tokens.decode_after(self.prompts[i], said[i])
+        prompt = self.examples[i].prompt
+        log({"step": step, "how": name, "prompt": prompt, "response": text})
     numbers = ", ".join(f"{k} {v.accuracy:.3f}" for k, v in found.items())
     cli.say(f"{when}: held-out accuracy {numbers}")
     return found
@@ -89,6 +112,7 @@ class Files:
     new = lambda name: metrics.JsonlWriter(workdir / name, resume_at=0)
     self.rollouts = new("rollouts.jsonl")
     self.decisions = new("decisions.jsonl")
+    self.samples = new("samples.jsonl")
     self.rows = [new("metrics.jsonl"), metrics.ConsoleLine()]
     if tensorboard:
       self.rows.append(metrics.TensorBoardWriter(workdir / "tensorboard"))
@@ -106,7 +130,7 @@ class Files:
       writer.write(done.row)
 
   def close(self) -> None:
-    for writer in (self.rollouts, self.decisions, *self.rows):
+    for writer in (self.rollouts, self.decisions, self.samples, *self.rows):
       writer.close()
 
 
@@ -162,9 +186,15 @@ def _train(
   as_json = json.loads(config.to_json_best_effort())
   metrics.write_json(workdir / "config.json", as_json)
   params = warm_start.run(config, s.parts, workdir=workdir, log=cli.say)
-  before = (
-    held_out.accuracy(s, params["policy"], "before PPO") if held_out else {}
-  )
+  before, accuracy = {}, None
+  if held_out:
+    accuracy = functools.partial(
+      held_out.accuracy,
+      s,
+      log=files.samples.write,
+      num_logged=config.log.rollouts_per_step,
+    )
+    before = accuracy(params["policy"], "before PPO", step=0)
 
   state = step.init(config, s, params)
   timers, totals = metrics.Timers(), report.Totals()
@@ -176,14 +206,14 @@ def _train(
     if config.log.params_every and state.step % config.log.params_every == 0:
       save(workdir / "versions" / str(state.step), state.train.params)
     is_due = config.eval.every and state.step % config.eval.every == 0
-    if held_out and is_due and state.step < config.num_steps:
+    if accuracy and is_due and state.step < config.num_steps:
       when = f"after step {state.step - 1}"
-      held_out.accuracy(s, state.train.params["policy"], when)
+      accuracy(state.train.params["policy"], when, step=state.step)
 
   ppo_s = time.perf_counter() - ppo_began
   after, trained = before, state.train.params
-  if held_out and config.num_steps:
-    after = held_out.accuracy(s, trained["policy"], "after PPO")
+  if accuracy and config.num_steps:
+    after = accuracy(trained["policy"], "after PPO", step=state.step)
   save(workdir / "params", trained)
   export(config, s, trained["policy"], workdir / "hf")
   summary = {

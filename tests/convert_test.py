@@ -82,6 +82,17 @@ def test_a_pretrained_model_tells_the_published_story(stories):
   assert together[:SAMPLE_LEN] == sample
 
 
+def test_a_response_keeps_the_space_that_it_begins_with(stories):
+  tokens = tokenizer.load(stories)
+  whole = tokens.encode("Tim and Ben")
+  head = tokens.encode("Tim")
+  assert whole[: len(head)] == head
+  assert tokens.decode(whole[len(head) :]) == "and Ben"
+  prompt = [tokens.bos_id, *head]
+  assert tokens.decode_after(prompt, whole[len(head) :]) == " and Ben"
+  assert tokens.decode_after(prompt, [*whole[len(head) :], 2]) == " and Ben"
+
+
 def joined(text, pieces):
   """Token ids as llama2.c finds them: join the best pair, again and again."""
   ids = {piece: i for i, (piece, _) in enumerate(pieces)}

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from compare import assert_close
 from fixtures import make
-from hf_test import model_of, say_decode, say_whole
+from three_ways import model_of, say_decode, say_whole
 
 from oppo_jax import decode, generation, hf, score, tokenizer
 

@@ -10,27 +10,24 @@ import pathlib
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import assert_close, assert_exact
 from safetensors import numpy as safetensors
+from three_ways import (
+  model_of,
+  say_decode,
+  say_scores,
+  say_tiles,
+  say_whole,
+)
 
-from oppo_jax import families, hf, score, shards, tokenizer
+from oppo_jax import families, hf, shards, tokenizer
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
 ALL = sorted(path.parent.name for path in FIXTURES.glob("*/config.json"))
 LANGUAGE = [name for name in ALL if not name.endswith("_reward")]
 REWARD = [name for name in ALL if name.endswith("_reward")]
-CAPACITY = 24  # columns of the caches; the longest row has 18
-TILE = 8
-
-
-def model_of(folder, *, block=0, dtype="float32"):
-  """The model of a folder, its head as its name says."""
-  head = "scalar" if folder.name.endswith("_reward") else "lm"
-  choices = dict(dtype=dtype, attention_block=block, remat=False, head=head)
-  return hf.make_model(folder, **choices)
 
 
 def opened(name, *, block=0):
@@ -40,62 +37,6 @@ def opened(name, *, block=0):
   params = hf.load_params(folder, model, dtype="float32")
   said = safetensors.load_file(folder / "reference.safetensors")
   return model, params, said
-
-
-def full_of_garbage(cache):
-  rng = np.random.default_rng(0)
-  draw = lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype)
-  return jax.tree.map(draw, cache)
-
-
-def say_whole(model, params, tokens, length):
-  """No cache: every row alone in its bin."""
-  positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-  segments = np.where(positions < length[:, None], 0, -1)
-  run = jax.jit(lambda p: model.head(p, model.forward(p, *where)))
-  where = tokens, positions, segments
-  return np.asarray(run(params))
-
-
-def say_tiles(model, params, tokens, length):
-  """Prefill: all tiles of all rows in one call, into slots out of order."""
-  num = len(tokens)
-  columns = CAPACITY // TILE
-  padded = np.pad(tokens, ((0, 0), (0, CAPACITY - tokens.shape[1])))
-  row, tile = (x.ravel() for x in np.mgrid[:num, :columns])
-  slot = (row + 1) % num
-  is_there = tile * TILE < length[row]
-  slot = np.where(is_there, slot, num).astype(np.int32)
-  pieces = padded[row].reshape(len(row), columns, TILE)
-  pieces = pieces[np.arange(len(row)), tile]
-  cache = full_of_garbage(model.init_cache(num, CAPACITY))
-
-  def run(params, cache):
-    start = (tile * TILE).astype(np.int32)
-    hidden, _ = model.apply(params, pieces, start, cache, slot)
-    return model.head(params, hidden)
-
-  said = np.asarray(jax.jit(run)(params, cache))
-  said = said.reshape(num, CAPACITY, -1)
-  return said[:, : tokens.shape[1]]
-
-
-def say_decode(model, params, tokens, length):
-  """Token by token; a row that has ended stands still."""
-  cache = full_of_garbage(model.init_cache(len(tokens), CAPACITY))
-  said = np.zeros((*tokens.shape, model.vocab_size), np.float32)
-
-  @jax.jit
-  def run(params, fed, start, cache):
-    hidden, cache = model.apply(params, fed, start, cache)
-    return model.head(params, hidden), cache
-
-  rows = np.arange(len(tokens))
-  for column in range(tokens.shape[1]):
-    at = np.minimum(column, length - 1).astype(np.int32)
-    out, cache = run(params, tokens[rows, at][:, None], at, cache)
-    said[rows, at] = out[:, 0]
-  return said
 
 
 @pytest.mark.parametrize(
@@ -121,23 +62,7 @@ def test_logits_are_those_of_torch(name, say, block):
 def test_scores_at_the_last_token_are_those_of_torch(name):
   model, params, reference = opened(name)
   tokens, length = reference["tokens"], reference["length"]
-  tokens = np.pad(tokens, ((0, 0), (0, CAPACITY - tokens.shape[1])))
-  state = score.init(
-    model, num_slots=len(tokens), row_len=CAPACITY, tile_len=TILE
-  )
-  row, tile = (x.ravel() for x in np.mgrid[: len(tokens), : CAPACITY // TILE])
-  state = score.prefill_append(
-    params,
-    state,
-    *(jnp.asarray(x, jnp.int32) for x in (tokens, row, tile)),
-    model=model,
-    tile_len=TILE,
-    logprob_chunk=16,
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-  )
-  got = np.asarray(state.outputs)[np.arange(len(tokens)), length - 1]
+  got = say_scores(model, params, tokens, length)
   assert np.ptp(reference["scores"]) > 0.2
   assert_close(got, reference["scores"])
 
