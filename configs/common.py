@@ -106,6 +106,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     system="",  # message before them there
     target_lengths_path="",  # benchmarks: one response length per uid
     decode_loop="auto",  # while | fori; auto = fori on GPU
+    decode_rows=-1,  # rows per model call: -1 = auto, 0 = all slots, live or not
   )
   config.score = dict(
     tile_rows=16,  # Q, tiles per scoring call
@@ -163,7 +164,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     b2=0.95,
     eps=1e-8,
     weight_decay=0.0,
-    micro_rows=8,  # packed rows per micro-batch
+    micro_rows=0,  # packed rows per micro-batch, 0 = auto
     pack_width=0,  # tokens per packed row, 0 = prompt + response limit
   )
 

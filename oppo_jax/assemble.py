@@ -13,6 +13,7 @@ import ml_collections
 
 from oppo_jax import (
   algos,
+  auto,
   decode,
   flight,
   generation,
@@ -159,6 +160,13 @@ def devices_of(placement: str) -> tuple[jax.Device, jax.Device] | None:
   return found[0], found[1]
 
 
+def micro_rows(config: ml_collections.ConfigDict) -> int:
+  """Packed rows per micro-batch."""
+  width = config.optim.pack_width or config_lib.row_len(config)
+  asked = config.optim.micro_rows
+  return auto.micro_rows(asked, jax.default_backend(), width=width)
+
+
 def build(
   config: ml_collections.ConfigDict,
   *,
@@ -184,9 +192,9 @@ def build(
   tile = score.Tile(
     config.score.tile_rows, config.score.tile_len, config.score.logprob_chunk
   )
-  on_gpu = jax.default_backend() == "gpu"
-  auto = "fori" if on_gpu else "while"
-  decode_loop = auto if r.decode_loop == "auto" else r.decode_loop
+  backend = jax.default_backend()
+  decode_loop = auto.decode_loop(r.decode_loop, backend)
+  decode_rows = auto.decode_rows(r.decode_rows, backend)
   row_len = config_lib.row_len(config)
   optim = config.optim.to_dict()
   del optim["pack_width"], optim["micro_rows"]
@@ -201,7 +209,7 @@ def build(
     top_p=r.top_p,
     num_updates=config.num_steps,
     bin_width=config.optim.pack_width or row_len,
-    micro_rows=config.optim.micro_rows,
+    micro_rows=micro_rows(config),
   )
   if config.load.retokenize or not config_lib.has_reward_model(config):
     # What reads text scores a complete batch; what was drawn at random and
@@ -219,6 +227,7 @@ def build(
       max_staleness=o.max_staleness,
       tile=tile,
       decode_loop=decode_loop,
+      decode_rows=decode_rows,
       restarts=o.inter == "restart",
       keep_policy_cache=o.policy_cache == "keep",
       keep_critic_cache=o.critic_cache == "keep",
@@ -236,6 +245,7 @@ def build(
     max_prompt_len=r.max_prompt_len,
     tile=tile,
     decode_loop=decode_loop,
+    decode_rows=decode_rows,
   )
   return Engine(found, algorithm, sampling, fns, generating)
 

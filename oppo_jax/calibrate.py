@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from oppo_jax import costs, schedule, traces
+from oppo_jax import auto, costs, schedule, traces
 
 
 class Run(NamedTuple):
@@ -53,6 +53,11 @@ def read(workdir: str) -> Run:
     config = json.loads((folder / "config.json").read_text())
     o, rollout, tile = config["overlap"], config["rollout"], config["score"]
     slots = rollout["batch_size"] + o["delta"]["max"]
+    width = config["optim"]["pack_width"]
+    width = width or rollout["max_prompt_len"] + rollout["max_response_len"]
+    summary, backend = folder / "summary.json", "cpu"
+    if summary.exists():
+      backend = json.loads(summary.read_text())["backend"]
     rules = schedule.Rules(
       num_slots=math.ceil(slots / 8) * 8,
       batch_size=rollout["batch_size"],
@@ -72,9 +77,10 @@ def read(workdir: str) -> Run:
       update=schedule.Update(
         num_epochs=config["algo"]["num_epochs"],
         num_minibatches=config["algo"]["num_minibatches"],
-        micro_rows=config["optim"]["micro_rows"],
-        width=config["optim"]["pack_width"]
-        or rollout["max_prompt_len"] + rollout["max_response_len"],
+        micro_rows=auto.micro_rows(
+          config["optim"]["micro_rows"], backend, width=width
+        ),
+        width=width,
       ),
     )
     weights = config["reward"]
@@ -93,11 +99,7 @@ def read(workdir: str) -> Run:
     lengths, num_logged = traces.of_run(logged, forced, seed=config["seed"])
   except (json.JSONDecodeError, KeyError) as e:
     raise ValueError(f"--run={workdir}: not the workdir of a run: {e}") from e
-  decode_loop = rollout["decode_loop"]
-  if decode_loop == "auto":
-    summary = folder / "summary.json"
-    on_gpu = summary.exists() and '"gpu"' in summary.read_text()
-    decode_loop = "fori" if on_gpu else "while"
+  decode_loop = auto.decode_loop(rollout["decode_loop"], backend)
   return Run(rules, o, rows, scores, lengths, num_logged, decode_loop)
 
 

@@ -96,6 +96,7 @@ SCHEMA: dict[str, Rule] = {
   "rollout.system": TEXT,
   "rollout.target_lengths_path": FILE,
   "rollout.decode_loop": choice("auto", "while", "fori"),
+  "rollout.decode_rows": integer(-1),  # -1 = auto, 0 = all slots
   "score.tile_rows": integer(1),
   "score.tile_len": integer(1),
   "score.logprob_chunk": integer(1),
@@ -133,7 +134,7 @@ SCHEMA: dict[str, Rule] = {
   "optim.eps": number(above=0.0),
   "optim.weight_decay": number(0.0),
   "optim.pack_width": integer(0),  # 0 = row_len
-  "optim.micro_rows": integer(1),
+  "optim.micro_rows": integer(0),  # 0 = auto
   "eval.num_prompts": integer(0),
   "eval.every": integer(0),
   "log.rollouts_per_step": integer(0),

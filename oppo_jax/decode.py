@@ -10,9 +10,17 @@ One tick feeds each row the token at its cursor and samples the next one:
   tokens      p  p  r  r  .  .        feed column 3 (writes its key and value),
                           ^           sample column 4, length becomes 5
 
-A row that must stand still (done, free, or after the batch is complete) is fed
-too, since shapes are fixed, but changes nothing: its token and cursor stay, and
-the cache column it writes is one that is written anew before it is ever read.
+A row that must stand still (done, free, or after the batch is complete) may be
+fed too, since shapes are fixed, but changes nothing: its token and cursor stay,
+and the cache column it writes is one that is written anew before it is ever
+read. `decode_rows` says how many rows go through the model at once:
+
+  live slots       0 . . 3 4 . . 7 8 . . .     12 slots, 5 of them live
+  decode_rows=0    one call of all 12
+  decode_rows=4    a call of (7, 0, 3, 8), then one of (4, -, -, -)
+
+The second form pays for live rows only, shortest prefix first, and since every
+call has the same shape, a row's bits do not depend on how many slots there are.
 """
 
 from collections.abc import Callable
@@ -97,6 +105,78 @@ def sample(
   return tokens, ops.logprobs_from_logits(shaped, tokens)
 
 
+def _draw(
+  params: types.Params,
+  slots: Slots,
+  cache: types.KVCache,
+  run_key: jax.Array,
+  rows: Int[Array, " n"] | None,
+  *,
+  policy: base.Model,
+  sampling: Sampling,
+) -> tuple[types.KVCache, jax.Array, jax.Array]:
+  """Next token and its log-prob for slots `rows` (None = all of them).
+
+  A slot out of range stands for no row: it writes nothing.
+  """
+  pick = lambda x: x if rows is None else x.at[rows].get(mode="clip")
+  is_live = pick(slots.is_live)
+  if rows is not None:
+    is_live &= rows < slots.uid.shape[0]
+  length = pick(slots.length)
+  # Rows that will never decode again need no place of their own; 0 keeps them
+  # from stretching the prefix that attention has to read.
+  at = jnp.where(is_live, length - 1, 0)
+  fed = jnp.take_along_axis(pick(slots.tokens), at[:, None], axis=1)
+  hidden, cache = policy.apply(params, fed, at, cache, rows)
+  target_len = pick(slots.target_len)
+  response_len = length - pick(slots.prompt_len) + 1  # with the new token
+  token, logprob = sample(
+    policy.head(params, hidden[:, 0]),
+    pick(slots.uid),
+    length,
+    (target_len > 0) & (response_len == target_len),
+    (target_len > 0) & (response_len < target_len),
+    run_key,
+    sampling=sampling,
+  )
+  return cache, token, logprob
+
+
+def _draw_live(
+  params: types.Params,
+  slots: Slots,
+  cache: types.KVCache,
+  run_key: jax.Array,
+  is_frozen: Bool[Array, ""],
+  *,
+  policy: base.Model,
+  sampling: Sampling,
+  decode_rows: int,
+) -> tuple[types.KVCache, jax.Array, jax.Array]:
+  """`_draw` for live slots, `decode_rows` at a time; junk for the others."""
+  num_slots, row_len = slots.tokens.shape
+  # Rows of like length share a call, and with it the prefix that is read.
+  order = jnp.argsort(jnp.where(slots.is_live, slots.length, row_len + 1))
+  num_live = jnp.where(is_frozen, 0, jnp.sum(slots.is_live))
+
+  def one_call(i, carry):
+    cache, token, logprob = carry
+    index = i * decode_rows + jnp.arange(decode_rows)
+    rows = order.at[index].get(mode="clip")
+    rows = jnp.where(index < num_live, rows, num_slots)
+    cache, new_token, new_logprob = _draw(
+      *(params, slots, cache, run_key, rows), policy=policy, sampling=sampling
+    )
+    put = lambda x, new: x.at[rows].set(new, mode="drop")
+    return cache, put(token, new_token), put(logprob, new_logprob)
+
+  num_calls = (num_live + decode_rows - 1) // decode_rows
+  zeros = lambda dtype: jnp.zeros((num_slots,), dtype)
+  carry = (cache, zeros(jnp.int32), zeros(jnp.float32))
+  return lax.fori_loop(0, num_calls, one_call, carry)
+
+
 def tick(
   params: types.Params,
   slots: Slots,
@@ -107,30 +187,25 @@ def tick(
   *,
   policy: base.Model,
   sampling: Sampling,
+  decode_rows: int,
 ) -> tuple[Slots, types.KVCache]:
   """One token for every live row; nothing at all if `is_frozen`."""
   num_slots, row_len = slots.tokens.shape
   rows = jnp.arange(num_slots)
-  # Rows that will never decode again need no place of their own; 0 keeps them
-  # from stretching the prefix that attention has to read.
-  at = jnp.where(slots.is_live, slots.length - 1, 0)
-  fed = slots.tokens[rows, at][:, None]
-  hidden, cache = policy.apply(params, fed, at, cache)
-  response_len = slots.length - slots.prompt_len + 1  # with the new token
-  is_forced = slots.target_len > 0
-  token, logprob = sample(
-    policy.head(params, hidden[:, 0]),
-    slots.uid,
-    slots.length,
-    is_forced & (response_len == slots.target_len),
-    is_forced & (response_len < slots.target_len),
-    run_key,
-    sampling=sampling,
-  )
+  what = dict(policy=policy, sampling=sampling)
+  if decode_rows:
+    cache, token, logprob = _draw_live(
+      *(params, slots, cache, run_key, is_frozen),
+      **what,
+      decode_rows=decode_rows,
+    )
+  else:
+    cache, token, logprob = _draw(params, slots, cache, run_key, None, **what)
   advance = slots.is_live & ~is_frozen
   column = jnp.where(advance, slots.length, row_len)  # row_len: dropped
   put = lambda x, new: x.at[rows, column].set(new, mode="drop")
   is_eos = jnp.isin(token, jnp.asarray(sampling.eos_ids, jnp.int32))
+  response_len = slots.length - slots.prompt_len + 1
   ends = advance & (is_eos | (response_len == sampling.max_response_len))
   now = slots.tick + jnp.where(is_frozen, 0, 1)
   slots = slots.replace(
@@ -158,6 +233,7 @@ def decode_chunk(
   is_complete: Callable[[Slots, jax.Array], jax.Array],
   select: Callable[[Slots, jax.Array], jax.Array],
   loop: str,
+  decode_rows: int,
 ) -> tuple[Slots, types.KVCache, types.ChunkReport]:
   """Up to `chunk_size` ticks; stops at the tick that completes the batch.
 
@@ -178,6 +254,8 @@ def decode_chunk(
     loop: "while" leaves the loop early; "fori" runs all C ticks with rows
       masked (no data-dependent trip count: on a GPU that would cost a sync
       with the host per token). Same bits.
+    decode_rows: rows that go through the model at once; 0 = all slots. With
+      another number a row's log-probs move in the last bit.
 
   Returns:
     Buffer, cache, and the report that the host reads one round later.
@@ -191,6 +269,7 @@ def decode_chunk(
     frozen,
     policy=policy,
     sampling=sampling,
+    decode_rows=decode_rows,
   )
 
   if loop == "while":

@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
     max_staleness: updates a row may be deferred, negative = unbounded.
     tile: Q and T of the scorers.
     decode_loop: "while" or "fori", see `decode.decode_chunk`.
+    decode_rows: rows per call of the model, see there.
     restarts: unfinished rows start again from their prompt at an update.
     keep_policy_cache: a deferred row's policy cache survives the update.
     keep_critic_cache: a deferred row's values survive the update.
@@ -43,6 +44,7 @@ class Sizes(NamedTuple):
   max_staleness: int
   tile: score.Tile
   decode_loop: str
+  decode_rows: int
   restarts: bool
   keep_policy_cache: bool
   keep_critic_cache: bool

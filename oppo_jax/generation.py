@@ -49,6 +49,7 @@ def make_fns(
   max_prompt_len: int,
   tile: score.Tile,
   decode_loop: str,
+  decode_rows: int,
 ) -> flight.Fns:
   """The loop's functions for generation alone."""
   return overlap.make_fns(
@@ -61,6 +62,7 @@ def make_fns(
       max_staleness=-1,
       tile=tile,
       decode_loop=decode_loop,
+      decode_rows=decode_rows,
       restarts=False,
       keep_policy_cache=True,
       keep_critic_cache=True,

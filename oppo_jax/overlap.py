@@ -114,6 +114,7 @@ def make_fns(
     is_complete=functools.partial(slots.is_complete, **rule),
     select=select,
     loop=sizes.decode_loop,
+    decode_rows=sizes.decode_rows,
   )
   append = lambda model: functools.partial(
     score.prefill_append,

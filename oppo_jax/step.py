@@ -187,7 +187,7 @@ def plan_of(
     num_epochs=config.algo.num_epochs,
     num_minibatches=config.algo.num_minibatches,
     width=config.optim.pack_width or sizes.row_len,
-    micro_rows=config.optim.micro_rows,
+    micro_rows=assemble.micro_rows(config),
   )
 
 

@@ -166,6 +166,7 @@ BAD = {
   "rollout.system": [None, "You are kind."],
   "rollout.target_lengths_path": ["no/such/file.txt"],
   "rollout.decode_loop": ["scan"],
+  "rollout.decode_rows": [-2],
   "score.tile_rows": [0],
   "score.tile_len": [0],
   "score.logprob_chunk": [0],
@@ -208,7 +209,7 @@ BAD = {
   "optim.b1": [1.0, -0.1],
   "optim.eps": [0.0],
   "optim.pack_width": [-1, 63],
-  "optim.micro_rows": [0],
+  "optim.micro_rows": [-1],
   "eval.every": [-1],
   "log.tensorboard": ["yes"],
 }
@@ -637,7 +638,7 @@ def test_every_config_traces(name, arg, overrides, tmp_path):
     num_epochs=c.algo.num_epochs,
     num_minibatches=c.algo.num_minibatches,
     width=c.optim.pack_width or row_len,
-    micro_rows=c.optim.micro_rows,
+    micro_rows=assemble.micro_rows(c),
   )
   after, seen = shape(fns.update, state, batch, plan)
   assert after == state

@@ -64,6 +64,7 @@ def test_a_pretrained_model_tells_the_published_story(stories):
     max_prompt_len=8,
     tile=score.Tile(rows=2, length=8, logprob_chunk=16),
     decode_loop="while",
+    decode_rows=0,
   )
   bos = np.array([tokens.bos_id], np.int32)
   opening = [tokens.bos_id, *tokens.encode("Once upon a time")]

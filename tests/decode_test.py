@@ -25,10 +25,17 @@ PARAMS = {
 }
 VERSION = np.int32(3)
 EVERYBODY = tuple(range(NUM_SLOTS))
+FREE = types.Slots.FREE
 
 
 @functools.lru_cache
-def chunk_fn(model, sampling=tiny.SAMPLING, loop="while", batch_size=NUM_SLOTS):
+def chunk_fn(
+  model,
+  sampling=tiny.SAMPLING,
+  loop="while",
+  batch_size=NUM_SLOTS,
+  decode_rows=0,
+):
   """A jitted `decode_chunk` that stops when `batch_size` rows are done."""
   rule = dict(batch_size=batch_size, group_size=1, max_staleness=-1)
   return jax.jit(
@@ -39,6 +46,7 @@ def chunk_fn(model, sampling=tiny.SAMPLING, loop="while", batch_size=NUM_SLOTS):
       is_complete=functools.partial(slots.is_complete, **rule),
       select=functools.partial(slots.select, **rule),
       loop=loop,
+      decode_rows=decode_rows,
     ),
     static_argnames="chunk_size" if loop == "fori" else (),
   )
@@ -52,19 +60,21 @@ prefill = jax.jit(
 
 def start(model, params, uids, target_len=lambda uid: 0):
   """Slots and cache with these uids' prompts, in this order of slots."""
-  prompts = np.zeros((NUM_SLOTS, MAX_PROMPT_LEN), np.int32)
-  prompt_len = np.zeros(NUM_SLOTS, np.int32)
+  num_slots = len(uids)
+  prompts = np.zeros((num_slots, MAX_PROMPT_LEN), np.int32)
+  prompt_len = np.zeros(num_slots, np.int32)
   for slot, uid in enumerate(uids):
-    tokens = tiny.prompt_of(uid).tokens
-    prompts[slot, : len(tokens)], prompt_len[slot] = tokens, len(tokens)
+    if uid != FREE:
+      tokens = tiny.prompt_of(uid).tokens
+      prompts[slot, : len(tokens)], prompt_len[slot] = tokens, len(tokens)
   targets = np.array([target_len(uid) for uid in uids], np.int32)
   buffer = admit(
-    slots.init(NUM_SLOTS, ROW_LEN),
+    slots.init(num_slots, ROW_LEN),
     np.array(uids, np.int32),
     *(prompts, prompt_len, targets, VERSION),
   )
-  everyone, first = np.arange(NUM_SLOTS), np.zeros(NUM_SLOTS, int)
-  cache = model.init_cache(NUM_SLOTS, score.cache_len(ROW_LEN, 8))
+  everyone, first = np.arange(num_slots), np.zeros(num_slots, int)
+  cache = model.init_cache(num_slots, score.cache_len(ROW_LEN, 8))
   return buffer, prefill(
     params, cache, buffer.tokens, everyone, first, model=model
   )
@@ -176,6 +186,64 @@ def test_rows_that_were_stopped_go_on_as_if_they_had_not_been(whole, loop):
   rest = chunk_fn(TRANSFORMER)  # to the last row
   buffer, *_ = run(rest, params, (buffer, cache), (64,))
   assert_exact(buffer, whole)
+
+
+# A few live rows at a time.
+
+
+@pytest.fixture(scope="module", params=[1, 3, 4])
+def few(request):
+  """(rows per call, uids 0 to 7 decoded that way)."""
+  return request.param, decoded(decode_rows=request.param)
+
+
+def test_a_few_rows_at_a_time_say_the_same(few, whole):
+  _, buffer = few
+  for name in ("tokens", "length", "done", "finished_tick"):
+    assert_exact(getattr(buffer, name), getattr(whole, name))
+  assert_close(buffer.behavior_logprobs, whole.behavior_logprobs)
+
+
+def test_a_few_rows_at_a_time_depend_on_no_chunk_slot_or_neighbor(few):
+  n, buffer = few
+  rows = by_uid(buffer)
+  assert_exact(decoded(chunk_sizes=(3, 1, 9), decode_rows=n), buffer)
+  assert_exact(decoded(chunk_sizes=(13,), loop="fori", decode_rows=n), buffer)
+  permuted = decoded(uids=(3, 7, 0, 5, 1, 6, 4, 2), decode_rows=n)
+  assert_exact(by_uid(permuted), rows)
+  others = by_uid(decoded(uids=(30, 31, 5, 32, 33, 34, 2, 35), decode_rows=n))
+  for uid in (2, 5):
+    assert_exact(others[uid], rows[uid])
+
+
+def test_a_few_rows_at_a_time_depend_on_no_number_of_slots(few):
+  # All slots at once would move log-probs in the last bit here.
+  n, buffer = few
+  uids = (FREE, 3, FREE, 7, 0, FREE, 5, 1, FREE, 6, 4, 2, FREE)
+  found = by_uid(decoded(uids=uids, decode_rows=n))
+  del found[FREE]
+  assert_exact(found, by_uid(buffer))
+
+
+def test_only_live_rows_go_through_the_model():
+  lengths = [1, 1, 1, 2, 2, 3, 3, 9]
+  state = start(EMBEDDING, PARAMS[EMBEDDING], EVERYBODY, lengths.__getitem__)
+  calls = []
+
+  def apply(params, tokens, start, cache, slots):
+    jax.debug.callback(lambda rows: calls.append(rows.tolist()), slots)
+    return EMBEDDING.apply(params, tokens, start, cache, slots)
+
+  model = python_types.SimpleNamespace(apply=apply, head=EMBEDDING.head)
+  fn = chunk_fn.__wrapped__(model, decode_rows=4)
+  run(fn, PARAMS[EMBEDDING], state, (64,))
+  jax.effects_barrier()
+  live = [[slot for slot in rows if slot < NUM_SLOTS] for rows in calls]
+  # Eight rows, five, three, then the last one alone for six ticks.
+  assert list(map(len, live)) == [4, 4, 4, 1, 3] + [1] * 6
+  assert sorted(live[0] + live[1]) == list(EVERYBODY)
+  assert sorted(live[2] + live[3]) == [3, 4, 5, 6, 7]
+  assert live[5:] == [[7]] * 6
 
 
 # Token time.
@@ -469,6 +537,7 @@ def generate():
     max_prompt_len=MAX_PROMPT_LEN,
     tile=score.Tile(rows=3, length=8, logprob_chunk=16),
     decode_loop="while",
+    decode_rows=0,
   )
   return lambda prompts: generation.generate(
     fns, PARAMS[EMBEDDING], prompts, run_key=RUN_KEY

@@ -28,6 +28,7 @@ def fns(num_slots=8, sampling=tiny.SAMPLING):
     max_prompt_len=MAX_PROMPT_LEN,
     tile=score.Tile(rows=3, length=8, logprob_chunk=16),
     decode_loop="while",
+    decode_rows=0,
   )
 
 

@@ -63,6 +63,7 @@ def greedy(model, params, prompts, *, eos_ids, max_response_len):
     max_prompt_len=max(map(len, prompts)),
     tile=score.Tile(rows=4, length=8, logprob_chunk=16),
     decode_loop="while",
+    decode_rows=0,
   )
   said = generation.generate(fns, params, prompts, run_key=jax.random.key(0))
   return [row.tolist() for row in said]

@@ -70,8 +70,8 @@ MUTANTS = (
   Mutant(
     "keys of the slot instead of the uid",
     "decode.py",
-    "    slots.uid,\n    slots.length,\n    is_forced",
-    "    rows,\n    slots.length,\n    is_forced",
+    "    pick(slots.uid),\n    length,",
+    "    pick(jnp.arange(slots.uid.shape[0])),\n    length,",
     "oracle",
   ),
   Mutant(
@@ -113,8 +113,15 @@ MUTANTS = (
   Mutant(
     "decode feeds the token before the last",
     "decode.py",
-    "at = jnp.where(slots.is_live, slots.length - 1, 0)",
-    "at = jnp.where(slots.is_live, jnp.maximum(slots.length - 2, 0), 0)",
+    "at = jnp.where(is_live, length - 1, 0)",
+    "at = jnp.where(is_live, jnp.maximum(length - 2, 0), 0)",
+    "decode",
+  ),
+  Mutant(
+    "the last call of live rows is left out",
+    "decode.py",
+    "num_calls = (num_live + decode_rows - 1) // decode_rows",
+    "num_calls = jnp.maximum(num_live // decode_rows, 1)",
     "decode",
   ),
   Mutant(
@@ -279,8 +286,8 @@ MUTANTS = (
   Mutant(
     "the last tiles of a batch are never scored",
     "overlap.py",
-    "run_scorers(state, report.tokens, seen.selected, flush=True)",
-    "run_scorers(state, report.tokens, seen.selected, flush=False)",
+    "state, report.tokens, seen.selected, flush=True,",
+    "state, report.tokens, seen.selected, flush=False,",
     "oracle",
   ),
   Mutant(

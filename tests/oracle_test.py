@@ -150,6 +150,7 @@ def engine(name):
       max_staleness=2,
       tile=score.Tile(rows=2, length=4, logprob_chunk=5),
       decode_loop="while",
+      decode_rows=0,
       restarts=False,
       keep_policy_cache=False,
       keep_critic_cache=False,

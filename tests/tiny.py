@@ -37,6 +37,7 @@ SIZES = flight.Sizes(
   max_staleness=2,
   tile=score.Tile(rows=3, length=8, logprob_chunk=16),
   decode_loop="while",
+  decode_rows=0,
   restarts=False,
   keep_policy_cache=False,
   keep_critic_cache=False,
@@ -189,7 +190,7 @@ def setup(
 
 # Which sizes a function looks at, of those that tests vary.
 LOOKS_AT = {
-  "decode_chunk": {"group_size", "max_staleness", "decode_loop"},
+  "decode_chunk": {"group_size", "max_staleness", "decode_loop", "decode_rows"},
   "harvest": {"group_size", "max_staleness", "restarts"},
 }
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What "auto" means: the choices of a config that depend on the backend.
+
+No JAX: the simulator asks too, of runs on other machines. `backend` is "cpu",
+"gpu" or "tpu". Where the numbers come from: benchmarks/LOG.md.
+"""
+
+
+def decode_loop(asked: str, backend: str) -> str:
+  """Form of the decode loop, "while" or "fori"; "auto" is what suits.
+
+  On a GPU a loop whose length depends on data waits for the host every tick.
+  """
+  if asked != "auto":
+    return asked
+  return "fori" if backend == "gpu" else "while"
+
+
+def decode_rows(asked: int, backend: str) -> int:
+  """Rows that one model call decodes, 0 = all slots; -1 is what suits.
+
+  A CPU pays for every row, so there live rows alone are decoded, a few at a
+  time. An accelerator pays for reading the weights: all slots at once.
+  """
+  if asked >= 0:
+    return asked
+  return 8 if backend == "cpu" else 0
+
+
+def micro_rows(asked: int, backend: str, *, width: int) -> int:
+  """Packed rows of `width` tokens in a micro-batch; 0 is what suits.
+
+  On a CPU as many as hold about 256 tokens: small activations stay in its
+  caches. Elsewhere 8, for the matrix units.
+  """
+  if asked:
+    return asked
+  return max(256 // width, 1) if backend == "cpu" else 8

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What "auto" turns into, and that nothing else is touched."""
+
+import pytest
+
+from oppo_jax import auto
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_what_was_asked_for_is_kept(backend):
+  assert auto.decode_loop("fori", backend) == "fori"
+  assert auto.decode_loop("while", backend) == "while"
+  assert auto.decode_rows(0, backend) == 0
+  assert auto.decode_rows(3, backend) == 3
+  assert auto.micro_rows(5, backend, width=100) == 5
+
+
+def test_only_a_gpu_runs_all_ticks_of_a_chunk():
+  found = {b: auto.decode_loop("auto", b) for b in ("cpu", "gpu", "tpu")}
+  assert found == {"cpu": "while", "gpu": "fori", "tpu": "while"}
+
+
+def test_only_a_cpu_decodes_a_few_rows_at_a_time():
+  assert auto.decode_rows(-1, "cpu") > 0
+  assert auto.decode_rows(-1, "gpu") == auto.decode_rows(-1, "tpu") == 0
+
+
+@pytest.mark.parametrize(("width", "rows"), [(64, 4), (100, 2), (2304, 1)])
+def test_a_micro_batch_on_a_cpu_holds_few_tokens(width, rows):
+  assert auto.micro_rows(0, "cpu", width=width) == rows
+  assert auto.micro_rows(0, "gpu", width=width) == 8
