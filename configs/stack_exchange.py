@@ -39,8 +39,10 @@ def get_config(arg=None):
   config.rollout.long_prompts = "truncate_left"
   if arg.word == "tiny":
     config.num_steps = 30
-    config.tokenizer.update(kind="bpe", vocab_size=1024)
-    config.model.update(num_layers=3, width=96, rope_theta=1e4)
+    config.tokenizer.update(kind="bpe", vocab_size=2048)
+    config.model.update(
+      num_layers=2, width=64, head_dim=16, mlp_dim=192, rope_theta=1e4
+    )
     config.sft.update(
       num_steps=200,
       rows=8,
@@ -51,12 +53,12 @@ def get_config(arg=None):
       long_responses="truncate",
     )
     config.reward_model.update(
-      num_steps=160,
+      num_steps=200,
       rows=8,
-      width=384,
-      lr=1e-3,
-      eval_every=80,
-      save_every=40,
+      width=512,
+      lr=5e-4,
+      eval_every=100,
+      save_every=50,
       long_responses="truncate",
       center_coef=0.01,
     )

@@ -120,7 +120,7 @@ def say(
     s.greedy if asked.is_greedy else s.parts.sampler,
     policy,
     [prompts.tokens[i] for i in each],
-    run_key=keys.named(config.seed, "evaluate"),
+    run_key=keys.named(config.seed, "held_out"),
   )
   return Said(
     [examples[prompts.rows[i]] for i in each],
@@ -325,6 +325,7 @@ def main(args: flags.FlagValues) -> None:
   if not args.out:
     raise ValueError("--out='': must be a folder")
   config, out = args.config, pathlib.Path(args.out)
+  ks = read_ks(args.k, args.samples)
   if args.temperature:
     config.rollout.temperature = args.temperature
   config_lib.validate(stage_command.without_reward(config))
@@ -334,7 +335,7 @@ def main(args: flags.FlagValues) -> None:
     split=args.split,
     num_prompts=args.num_prompts,
     samples=args.samples,
-    ks=read_ks(args.k, args.samples),
+    ks=ks,
     is_greedy=not args.temperature,
     shown=args.shown,
   )

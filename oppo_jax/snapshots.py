@@ -99,8 +99,3 @@ class Snapshots:
     """Waits until what was saved is there."""
     self._manager.wait_until_finished()
     self._manager.close()
-
-  def remove(self) -> None:
-    """Closes, and deletes all snapshots."""
-    self.close()
-    shutil.rmtree(self._folder)

@@ -10,10 +10,12 @@ on from its last snapshot and ends in the same bits. What is learned, and how it
 is judged, is up to the caller (`Stage`).
 """
 
+import contextlib
 import hashlib
 import itertools
 import json
 import pathlib
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -38,6 +40,7 @@ from oppo_jax.models import base as models_base
 # Of a config: may differ when a killed run is started again.
 MAY_DIFFER = ("compile_cache",)
 NUM_LINES = 20  # of steps on stdout
+SNAPSHOTS = "snapshots"  # in the workdir, while the run is not finished
 
 
 class Stage(NamedTuple):
@@ -134,7 +137,7 @@ def run(
       the model cannot be exported.
   """
   began = time.perf_counter()
-  section, fit = config[stage.name], supervised.fit_config(config[stage.name])
+  fit = supervised.fit_config(config[stage.name])
   try:
     texts.check(stage.items, fit.width)
   except ValueError as e:
@@ -142,63 +145,12 @@ def run(
   check_exportable(stage)
   as_json = json.loads(config.to_json_best_effort())
   metrics.write_json(workdir / "config.json", as_json)
-  learner = supervised.learner(stage.loss_fn, fit)
-  kept = snapshots.Snapshots(workdir / "snapshots")
-  data = _digest(stage)
-
-  found = kept.latest(
-    jax.eval_shape(lambda: learner.init(stage.model.init(jax.random.key(0))))
-  )
-  if found is None:
-    step, position, state = 0, 0, learner.init(stage.start())
-    rows = metrics.JsonlWriter(workdir / "metrics.jsonl", resume_at=0)
-    seen = {f"eval/{k}": v for k, v in stage.evaluate(state[0]).items()}
-    rows.write({"step": 0, **seen})
-    log(_line(stage.name, {"step": 0, **seen}))
-  else:
-    step, position, state = found.step, found.numbers["position"], found.state
-    if found.numbers["data"] != data:
-      raise ValueError(f"--workdir={workdir}: the data changed since the run")
-    rows = metrics.JsonlWriter(workdir / "metrics.jsonl", resume_at=step + 1)
-    log(f"{stage.name}: goes on from step {step}")
-
-  started_at = step
-  stream = texts.batches(
-    stage.items,
-    stage.margins,
-    rows=fit.rows,
-    width=fit.width,
-    seed=stage.seed,
-    start=position,
-  )
-  for batch, position in itertools.islice(stream, fit.num_steps - step):
-    step_began = time.perf_counter()
-    *state, seen = learner.step(*state, batch)
-    row = {k: float(v) for k, v in metrics.fetch(seen).items()}
-    step += 1
-    is_last = step == fit.num_steps
-    row |= {
-      "epoch": position / len(stage.items),
-      "tokens": int((batch.segments >= 0).sum()),
-      "time/step_s": time.perf_counter() - step_began,
-    }
-    if _is_due(step, section.eval_every) or is_last:
-      judged = stage.evaluate(state[0])
-      row |= {f"eval/{k}": v for k, v in judged.items()}
-    rows.write({"step": step, **row})
-    is_shown = step % -(-fit.num_steps // NUM_LINES) == 0
-    if is_shown or is_last or "eval/loss" in row:
-      log(_line(stage.name, {"step": step, **row}))
-    if _is_due(step, section.save_every) or is_last:
-      numbers = {"position": position, "data": data}
-      kept.save(step, tuple(state), numbers)
-  rows.close()
-
-  params = state[0]
+  with contextlib.ExitStack() as stack:
+    learned = _learn(config[stage.name], stage, workdir, stack, log=log)
   hf.save(
     workdir / "hf",
     stage.model,
-    params,
+    learned.params,
     dtype="float32",
     source=stage.source or None,
     tokens=tokens,
@@ -211,19 +163,96 @@ def run(
     "stage": stage.name,
     "steps": fit.num_steps,
     "items": len(stage.items),
-    "epochs": position / len(stage.items),
+    "epochs": learned.position / len(stage.items),
     "tokens": sum(row.get("tokens", 0) for row in logged),
     "wall_s": time.perf_counter() - began,
-    "started_at": started_at,
+    "started_at": learned.started_at,
     "before": judged(logged[0]),
     "after": judged(logged[-1]),
     "baselines": stage.baselines,
-    "params_sha256": metrics.params_sha256(params),
+    "params_sha256": metrics.params_sha256(learned.params),
     **metrics.backend(),
   }
   metrics.write_json(workdir / "summary.json", summary)
-  kept.remove()
+  shutil.rmtree(workdir / SNAPSHOTS)
   return summary
+
+
+class _Learned(NamedTuple):
+  """Parameters, items seen, and the step this process began with."""
+
+  params: types.Params
+  position: int
+  started_at: int
+
+
+def _learn(
+  section: ml_collections.ConfigDict,
+  stage: Stage,
+  workdir: pathlib.Path,
+  stack: contextlib.ExitStack,
+  *,
+  log: Callable[[str], None],
+) -> _Learned:
+  """All steps, rows and snapshots; what `stack` is given is closed."""
+  fit = supervised.fit_config(section)
+  learner = supervised.learner(stage.loss_fn, fit)
+  kept = snapshots.Snapshots(workdir / SNAPSHOTS)
+  stack.callback(kept.close)
+  data = _digest(stage)
+  draw = lambda: learner.init(stage.model.init(jax.random.key(0)))
+  found = kept.latest(jax.eval_shape(draw))
+  if found is not None and found.numbers["data"] != data:
+    raise ValueError(f"--workdir={workdir}: the data changed since the run")
+  # Rows of the step of the snapshot, and before, are there already.
+  resume_at = 0 if found is None else found.step + 1
+  rows = metrics.JsonlWriter(workdir / "metrics.jsonl", resume_at=resume_at)
+  stack.callback(rows.close)
+  if found is None:
+    step, position, state = 0, 0, learner.init(stage.start())
+    row = {"step": 0, **_judged(stage, state[0])}
+    rows.write(row)
+    log(_line(stage.name, row))
+  else:
+    step, position, state = found.step, found.numbers["position"], found.state
+    log(f"{stage.name}: goes on from step {step}")
+
+  started_at = step
+  stream = texts.batches(
+    stage.items,
+    stage.margins,
+    rows=fit.rows,
+    width=fit.width,
+    seed=stage.seed,
+    start=position,
+  )
+  for batch, position in itertools.islice(stream, fit.num_steps - step):
+    began = time.perf_counter()
+    *state, seen = learner.step(*state, batch)
+    step += 1
+    row = {
+      "step": step,
+      **{k: float(v) for k, v in metrics.fetch(seen).items()},
+    }
+    row |= {
+      "epoch": position / len(stage.items),
+      "tokens": int((batch.segments >= 0).sum()),
+      "time/step_s": time.perf_counter() - began,
+    }
+    is_last = step == fit.num_steps
+    if _is_due(step, section.eval_every) or is_last:
+      row |= _judged(stage, state[0])
+    rows.write(row)
+    is_shown = step % -(-fit.num_steps // NUM_LINES) == 0
+    if is_shown or is_last or "eval/loss" in row:
+      log(_line(stage.name, row))
+    if _is_due(step, section.save_every) or is_last:
+      kept.save(step, tuple(state), {"position": position, "data": data})
+  return _Learned(state[0], position, started_at)
+
+
+def _judged(stage: Stage, params: types.Params) -> dict[str, float]:
+  return {f"eval/{k}": v for k, v in stage.evaluate(params).items()}
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -130,6 +130,43 @@ def test_every_epoch_is_another_order_of_all_items():
   assert list(other) != epochs[0]
 
 
+def test_batches_drop_nothing_and_go_on_where_they_were():
+  items = texts_of([[(2, 3 + i % 5)] for i in range(17)])  # 5 .. 9 tokens
+  margins = np.arange(17.0)
+  sizes = dict(rows=2, width=WIDTH, seed=(3,))
+  first_of = {item[0].tokens[0]: i for i, item in enumerate(items)}
+  which = lambda batch: [
+    first_of[token]
+    for token, position in zip(batch.tokens.flat, batch.positions.flat)
+    if position == 0 and token in first_of
+  ]
+  seen, positions = [], [0]
+  for batch, position in texts.batches(items, margins, start=0, **sizes):
+    found = which(batch)
+    assert position == positions[-1] + len(found) > positions[-1]
+    assert sorted(batch.margin[batch.item_mask]) == sorted(margins[found])
+    assert not batch.margin[~batch.item_mask].any()
+    seen += found
+    positions.append(position)
+    if position >= 34:
+      break
+  assert sorted(seen[:17]) == list(range(17))
+  assert sorted(seen[17:34]) == list(range(17))
+  assert seen[:17] != seen[17:34]
+  for start, after in zip(positions, positions[1:]):
+    batch, position = next(texts.batches(items, margins, start=start, **sizes))
+    assert (which(batch), position) == (seen[start:after], after)
+
+
+def test_items_in_turn_are_each_there_once():
+  items = texts_of([[(1, 1 + i % 7)] for i in range(11)])
+  found = []
+  for batch in texts.in_turn(items, rows=2, width=WIDTH):
+    ends = batch.tokens.reshape(-1)[batch.last[batch.item_mask, 0]]
+    found += ends.tolist()
+  assert found == [item[0].tokens[-1] for item in items]
+
+
 # Losses.
 
 
@@ -193,6 +230,45 @@ def test_the_preference_loss_is_that_of_separate_rows():
   assert_close(float(seen["accuracy"]), float(np.mean(gap > 0)))
   got = supervised.pair_scores(params, batch, model=model)
   assert_close(np.asarray(got[:7], np.float64), scores)
+
+
+def test_margins_and_centering_by_hand():
+  """Scores (0.5, -1) with margin 2, and (0.25, 2) with margin 0."""
+  table = fakes.TableModel(vocab_size=0, width=0, num_positions=0, is_lm=False)
+  items = texts_of([[(1, 2), (2, 2)], [(1, 1), (1, 4)]])
+  batch, _ = packed_items(items, rows=2, num_items=3, width=8)
+  batch = batch.replace(margin=np.array([2.0, 0.0, 9.0], np.float32))
+  params = np.zeros((4, 8, 1), np.float32)
+  for at, score in (((0, 2), 0.5), ((1, 3), -1), ((2, 1), 0.25), ((3, 4), 2)):
+    params[at] = score
+  loss, seen = supervised.centered_preference_loss(
+    jnp.asarray(params), batch, model=table, margin_coef=0.5, center_coef=0.1
+  )
+  fit = [np.log1p(np.exp(-(1.5 - 0.5 * 2))), np.log1p(np.exp(1.75))]
+  center = [(0.5 - 1) ** 2, (0.25 + 2) ** 2]
+  assert_close(float(loss), np.mean(fit) + 0.1 * np.mean(center))
+  assert float(seen["accuracy"]) == 0.5
+  assert_close(float(seen["gap"]), (1.5 - 1.75) / 2)
+  assert_close(float(seen["score"]), (0.5 - 1 + 0.25 + 2) / 4)
+  plain, _ = supervised.preference_loss(jnp.asarray(params), batch, model=table)
+  off, _ = supervised.centered_preference_loss(
+    jnp.asarray(params), batch, model=table, margin_coef=0.0, center_coef=0.0
+  )
+  assert float(off) == float(plain)
+
+
+def test_the_held_out_loss_is_a_mean_over_tokens_of_all_batches():
+  model = tiny.model()
+  params = tiny.params(model, 0)
+  items = random_texts(9, per_item=1)
+  got = supervised.mean_nll(
+    model, params, items, rows=2, width=24, logprob_chunk=16
+  )
+  batch, _ = packed_items(items, rows=9, num_items=9, width=24)
+  whole, _ = supervised.language_model_loss(
+    params, batch, model=model, logprob_chunk=16
+  )
+  assert_close(got, float(whole))
 
 
 def test_the_preference_gradient_lifts_the_chosen_and_lowers_the_rejected():

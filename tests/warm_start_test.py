@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where PPO starts from: what stages learn from, and when they are redone."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -249,6 +251,40 @@ def test_held_out_prompts_are_not_learned_from(parts, monkeypatch):
   assert [prompt(pair) for pair in judged[::2]] == held_out
   kept = {tuple(parts.prompts.tokens[i]) for i in range(2, 26)}
   assert {tuple(prompt(pair)) for pair in items} == kept
+
+
+def test_a_tasks_own_pairs_and_demonstrations_come_first(parts, monkeypatch):
+  examples = parts.task.prompts("train")
+  own = {
+    split: [
+      tasks_base.Pair(e.prompt, e.answer, "+", 0.0) for e in examples[a:b]
+    ]
+    for split, a, b in (("train", 0, 6), ("test", 6, 9))
+  }
+  shown = [e for e in examples[10:] if len(e.solution) < 20][:3]
+  task = dataclasses.replace(
+    parts.task,
+    reward=None,
+    terse=None,
+    pairs=own.get,
+    demonstrations=lambda split: shown,
+  )
+  own_parts = parts._replace(task=task)
+  monkeypatch.setattr(warm_start, "pair_accuracy", lambda *_: (1, 3))
+  first, (items, *_), _ = fitted(
+    monkeypatch, warm_start.fit_reward_model, config(), own_parts, {}, {}
+  )
+  assert first == "reward_model: 6 pairs, 3 held out"
+  assert [response_of(parts, good) for good, _ in items] == [
+    e.answer for e in examples[:6]
+  ]
+  texts = policy_items(monkeypatch, config(), own_parts)
+  assert [response_of(parts, text) for text in texts] == [
+    e.solution for e in shown
+  ]
+  c = config(**{"warm_start.sft.terse": 0.5})
+  with pytest.raises(ValueError, match="terse=0.5: must be 0.0"):
+    warm_start.fit_policy(c, own_parts, {}, log=print)
 
 
 def test_pairs_that_do_not_fit_into_a_row_are_left_out(parts, monkeypatch):
