@@ -294,7 +294,7 @@ def main(argv):
     depths = [full] if given == "full" else [int(x) for x in given.split(",")]
     say(f"{model} for {_TARGET.value}, B = {_BATCH_SIZE.value}")
     say(HEAD)
-    seen = {}
+    seen = result["models"][model] = {}
     for layers in depths:
       config = config_of(model, layers)
       made = programs.make(
@@ -310,12 +310,13 @@ def main(argv):
         )
         seen.setdefault(name, {})[layers] = numbers
         say(row(name, str(layers), numbers))
+        if _OUT.value:
+          bench.write(_OUT.value, result)
     for name, by_depth in seen.items():
       if len(by_depth) > 1 and full not in by_depth:
         line = carried_on(by_depth, full, target.peak)
         by_depth[f"{full}, carried on"] = line
         say(row(name, f"~{full}", line))
-    result["models"][model] = seen
     if _OUT.value:
       bench.write(_OUT.value, result)
 

@@ -52,19 +52,19 @@ COMMON = dict(
   tile_len=128,
   logprob_chunk=4096,
   minibatches=4,
-  micro_rows=[4, 2],
-  steps=2,
+  micro_rows=[4],
+  steps=1,
   lives=[512, 1280],
   # (model.attention_block, form): see `gpu_parts.FORMS`.
   decode_forms=[[0, "plain"], [0, "graph"], [256, "graph"], [256, "plain"]],
   score_forms=[[0, "plain"], [256, "graph"], [256, "plain"]],
-  arms=[
+  arms=[  # the most wanted first: the rest may find no time
     ["serial", "separate"],
+    ["oppo", "separate"],
     ["intra", "separate"],
     ["intra", "fused"],
-    ["inter", "separate"],
-    ["oppo", "separate"],
     ["oppo", "fused"],
+    ["inter", "separate"],
   ],
 )
 SMALL = dict(batch_size=24, delta=8, minibatches=2, micro_rows=[1])
@@ -72,11 +72,11 @@ PLAN = [  # part, model, seconds
   ("machine", "qwen2.5-0.5b", 20, {}),
   ("decode", "qwen2.5-0.5b", 45, {}),
   ("score", "qwen2.5-0.5b", 35, {}),
-  ("update", "qwen2.5-0.5b", 45, {}),
-  ("arms", "qwen2.5-0.5b", 130, {}),
+  ("update", "qwen2.5-0.5b", 80, {}),
+  ("arms", "qwen2.5-0.5b", 150, {}),
   ("decode", "qwen2.5-3b", 45, {}),
   ("score", "qwen2.5-3b", 35, {}),
-  ("update", "qwen2.5-3b", 60, dict(micro_rows=[2])),
+  ("update", "qwen2.5-3b", 90, dict(micro_rows=[2])),
   ("arms", "qwen2.5-3b", 120, SMALL),
 ]
 TINY = dict(

@@ -239,10 +239,22 @@ class Module:
       for y in inside
       if y.opcode == "parameter" and y.rest.startswith(f"{index})")
     ]
-    users = [y for p in given for y in inside if p.name in y.operands]
+    users = _users(given, inside)
     if users and all(y.opcode in PARTS for y in users):
       return sum(y.nbytes for y in users)
     return operand.nbytes
+
+
+def _users(values, inside):
+  """What takes these values, seen through other names of them."""
+  names, users = {x.name for x in values}, []
+  for x in inside:  # operands stand before their users
+    if names & set(x.operands):
+      if x.opcode == "bitcast":
+        names.add(x.name)
+      else:
+        users.append(x)
+  return users
 
 
 def _dot_flops(x, scope):
