@@ -48,21 +48,21 @@ def get_config(arg=None):
       rows=8,
       width=256,
       lr=3e-3,
-      eval_every=50,
+      eval_every=100,
       save_every=50,
       long_responses="truncate",
     )
     config.reward_model.update(
       num_steps=200,
-      rows=8,
-      width=512,
-      lr=5e-4,
+      rows=12,
+      width=320,
+      lr=1e-3,
       eval_every=100,
       save_every=50,
       long_responses="truncate",
       center_coef=0.01,
     )
-    config.rollout.update(batch_size=16, max_prompt_len=96, max_response_len=96)
+    config.rollout.update(batch_size=16, max_prompt_len=64, max_response_len=96)
     config.overlap.delta.update(init=4, max=8)
     config.optim.update(policy_lr=3e-5, critic_lr=3e-4)
   else:
