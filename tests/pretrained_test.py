@@ -89,7 +89,7 @@ def config(folders, arm="oppo", **overrides):
   c.overlap.delta.update(kind="fixed", init=4, max=8)
   c.overlap.chunk.size = 5
   c.score.update(tile_rows=4, tile_len=8)
-  c.reward = dict(model_weight=0.5, rule_weight=1.0)
+  c.reward.update(model_weight=0.5, rule_weight=1.0)
   c.optim.policy_lr = 1e-3
   c.eval.num_prompts = 0
   c.load.policy = str(folders / "policy")
