@@ -22,7 +22,7 @@ def get_config(arg=None):
   config.reward.update(model_weight=0.0, rule_weight=1.0)
   config.critic.init = "policy"
   config.rollout.update(batch_size=64, max_prompt_len=64, max_response_len=96)
-  config.optim.update(policy_lr=3e-4, critic_lr=1e-3, warmup_steps=10)
+  config.optim.update(policy_lr=2e-4, critic_lr=1e-3, warmup_steps=10)
   config.algo.update(lam=1.0, num_epochs=2, num_minibatches=2)
   config.overlap.delta.update(init=16, max=32)
   config.eval.num_prompts = 64
