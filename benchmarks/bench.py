@@ -59,7 +59,7 @@ QWEN = dict(
   tie_embeddings=True,
   dtype="bfloat16",
   attention_block=0,
-  remat=True,
+  remat="layer",
 )
 PUBLISHED = {  # the shapes of Qwen2.5-0.5B and -3B, to be drawn at random
   "qwen2.5-0.5b": QWEN

@@ -74,7 +74,7 @@ def load(folder, *, dtype):
 
   from oppo_jax import hf, shards
 
-  choices = dict(dtype="float32", attention_block=0, remat=False)
+  choices = dict(dtype="float32", attention_block=0, remat="none")
   model = hf.make_model(folder, head=hf.head(folder), **choices)
   peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   jax.numpy.zeros(()).block_until_ready()

@@ -31,7 +31,7 @@ _OUT = flags.DEFINE_string("out", None, "JSON file for the result.")
 class Case:
   """One way to lay the same batch out."""
 
-  def __init__(self, name, micro_rows, *, is_padded=False, remat=False):
+  def __init__(self, name, micro_rows, *, is_padded=False, remat="none"):
     self.name, self.wall, self.cpu = name, [], []
     config = bench.config_of(
       "serial",
@@ -80,14 +80,17 @@ def main(argv):
   rows = [int(x) for x in _ROWS.value]
   cases = [Case("padded", rows[0], is_padded=True)]
   cases += [Case(f"packed, {n} rows", n) for n in rows]
-  cases += [Case(f"packed, {rows[0]} rows, remat", rows[0], remat=True)]
+  cases += [
+    Case(f"packed, {rows[0]} rows, remat {how}", rows[0], remat=how)
+    for how in ("attention", "layer")
+  ]
   for _ in range(1 + _ROUNDS.value):
     for case in cases:
       case.measure()
   result = bench.conditions() | {"workload": _WORKLOAD.value, "cases": []}
   sys.stdout.write(
     f"{_WORKLOAD.value}: {cases[0].tokens} tokens, {_BATCH_SIZE.value} rows\n"
-    f"{'':24s} {'wall s':>7s} {'CPU s':>7s} {'computed':>9s} {'MiB':>6s}\n"
+    f"{'':29s} {'wall s':>7s} {'CPU s':>7s} {'computed':>9s} {'MiB':>6s}\n"
   )
   for case in cases:
     wall, cpu = case.wall[1:], case.cpu[1:]
@@ -98,7 +101,7 @@ def main(argv):
       "temporary_bytes": case.temporary,
     }
     sys.stdout.write(
-      f"{case.name:24s} {seen['wall_s']:7.3f} {seen['cpu_s']:7.3f}"
+      f"{case.name:29s} {seen['wall_s']:7.3f} {seen['cpu_s']:7.3f}"
       f" {case.computed:9d} {case.temporary / 2**20:6.0f}\n"
     )
     raw = {"raw_wall_s": wall, "raw_cpu_s": cpu}

@@ -58,7 +58,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     tie_embeddings=True,
     dtype="float32",
     attention_block=64,  # 0 = attention reads the whole row
-    remat=False,
+    remat="none",  # none | attention | layer: recomputed in the backward pass
   )
   # Without a folder. reward: its trunk and head; policy: its trunk and a new
   # head; random.
@@ -106,7 +106,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     system="",  # message before them there
     target_lengths_path="",  # benchmarks: one response length per uid
     decode_loop="auto",  # while | fori; auto = fori on GPU
-    decode_rows=-1,  # rows per model call: -1 = auto, 0 = all slots, live or not
+    decode_rows=-1,  # rows per model call: -1 = auto, 0 = all slots
   )
   config.score = dict(
     tile_rows=16,  # Q, tiles per scoring call
@@ -224,7 +224,7 @@ def pretrained(config: ml_collections.ConfigDict, size: str) -> None:
     norm_eps=1e-6,
     qkv_bias=True,
     dtype="bfloat16",  # parameters and optimizer are float32
-    remat=True,
+    remat="layer",
     **SIZES[size],
   )
   config.critic.init = "reward"

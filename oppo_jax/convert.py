@@ -34,7 +34,7 @@ from oppo_jax import (
 from oppo_jax.models import transformer
 
 # How the model is run: of no matter here.
-CHOICES = dict(dtype="float32", attention_block=0, remat=False)
+CHOICES = dict(dtype="float32", attention_block=0, remat="none")
 
 
 class Opened(NamedTuple):

@@ -139,7 +139,7 @@ BAD = {
   "model.qk_norm": ["no", 0],
   "model.dtype": ["float16"],
   "model.attention_block": [-1],
-  "model.remat": [1],
+  "model.remat": [True, "all"],
   "model_name": [""],
   "load.policy": [None, "no/such/folder", __file__],
   "load.reward_model": ["no/such/folder"],

@@ -46,7 +46,7 @@ def stories(tmp_path_factory):
 
 def test_a_pretrained_model_tells_the_published_story(stories):
   """Greedy, from BOS, by the loop's `decode_chunk`."""
-  choices = dict(dtype="float32", attention_block=64, remat=False)
+  choices = dict(dtype="float32", attention_block=64, remat="none")
   model = hf.make_model(stories, head="lm", **choices)
   params = hf.load_params(stories, model, dtype="float32")
   tokens = tokenizer.load(stories)

@@ -32,7 +32,7 @@ from oppo_jax import config as config_lib
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
-CHOICES = dict(dtype="float32", attention_block=8, remat=False)
+CHOICES = dict(dtype="float32", attention_block=8, remat="none")
 TEMPLATE = (
   "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}"
   "{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -138,10 +138,10 @@ def test_every_model_is_that_of_its_folder(folders, tmp_path):
 
 
 def test_how_a_model_is_run_is_the_configs_to_say(folders, tmp_path):
-  c = config(folders, **{"model.dtype": "bfloat16", "model.remat": True})
+  c = config(folders, **{"model.dtype": "bfloat16", "model.remat": "layer"})
   s, _ = start(c, tmp_path)
   for model in (s.parts.policy, s.parts.reference, s.parts.reward):
-    assert (model.dtype, model.config.remat) == ("bfloat16", True)
+    assert (model.dtype, model.config.remat) == ("bfloat16", "layer")
 
 
 @pytest.mark.parametrize("init", ["reward", "policy", "random"])

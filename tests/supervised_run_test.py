@@ -225,7 +225,9 @@ def test_the_summary_of_a_reward_model_has_the_baselines(finished):
 def test_parameters_stay_float32_where_the_model_computes_in_bfloat16(
   data, tmp_path
 ):
-  config = make_config(data, **{"model.dtype": "bfloat16", "model.remat": "layer"})
+  config = make_config(
+    data, **{"model.dtype": "bfloat16", "model.remat": "layer"}
+  )
   config.sft.num_steps = 1
   sft.train(config, tmp_path)
   model = hf.make_model(

@@ -76,7 +76,7 @@ def model(head="lm", **changes):
     tie_embeddings=True,
     dtype="float32",
     attention_block=8,
-    remat=False,
+    remat="none",
   )
   return models.make("transformer", head=head, **config | changes)
 
@@ -99,7 +99,7 @@ def gpt(head="lm", **changes):
     tie_embeddings=False,
     dtype="float32",
     attention_block=8,
-    remat=False,
+    remat="none",
   )
   return models.make("gpt", head=head, **config | changes)
 

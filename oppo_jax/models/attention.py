@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from oppo_jax.models import remat
+
 MASKED = -1e30  # finite, so that a row with every key masked stays finite
 
 
@@ -115,4 +117,4 @@ def causal(q, k, v, positions, mask, start, cache, slots, *, block):
       out = attend_blocks(q, *cache, positions, slots, block=block)
     else:
       out = attend(q, read(cache[0], slots), read(cache[1], slots), mask)
-  return out.reshape(rows, length, num_heads * dim), cache
+  return remat.keep(out.reshape(rows, length, num_heads * dim)), cache

@@ -11,7 +11,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jax import lax
 
-from oppo_jax.models import attention, rope, transformer
+from oppo_jax.models import attention, remat, rope, transformer
 from oppo_jax.schema import BOOL, choice, integer, number
 
 
@@ -38,7 +38,7 @@ class Config:
     tie_embeddings: the LM head is the embedding, transposed.
     dtype: of activations and caches; parameters are kept in float32.
     attention_block: see `transformer.Config`.
-    remat: recompute each layer's activations in the backward pass.
+    remat: what the backward pass computes again, of `remat.CHOICES`.
     head: "lm" (logits) or "scalar" (a value or a score).
   """
 
@@ -57,7 +57,7 @@ class Config:
   tie_embeddings: bool
   dtype: str
   attention_block: int
-  remat: bool
+  remat: str
   head: str
 
   @property
@@ -88,7 +88,7 @@ SCHEMA = {  # of config.model; vocab_size and head are not the user's to set
   "tie_embeddings": BOOL,
   "dtype": choice("float32", "bfloat16"),
   "attention_block": integer(0),
-  "remat": BOOL,
+  "remat": choice(*remat.CHOICES),
 }
 
 
@@ -161,7 +161,7 @@ class Block(nn.Module):
     y, cache = Attention(c, name="attention")(
       y, positions, mask, start, cache, slots
     )
-    stream = x + y
+    stream = remat.keep(x + y)
     y = x if c.parallel_residual else stream
     y = Norm(c.norm_eps, name="mlp_norm")(y)
     y = nn.gelu(dense(c.mlp_dim, "up")(y), c.activation == "gelu_tanh")
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
       self.position_embedding = self.param(
         "position_embedding", embedding, (c.num_positions, c.width)
       )
-    block = nn.remat(Block) if c.remat else Block
+    block = remat.wrap(Block, c.remat)
     self.layers = [block(c, name=f"layer_{i}") for i in range(c.num_layers)]
     self.norm = Norm(c.norm_eps)
     if c.head == "scalar":

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from oppo_jax import types
-from oppo_jax.models import attention, rope
+from oppo_jax.models import attention, remat, rope
 from oppo_jax.schema import BOOL, choice, integer, number
 
 
@@ -39,7 +39,7 @@ class Config:
     dtype: of activations and caches; parameters are kept in float32.
     attention_block: 0 = cached attention reads the whole row; n > 0 = it reads
       blocks of n columns up to the longest row in use (online softmax).
-    remat: recompute each layer's activations in the backward pass.
+    remat: what the backward pass computes again, of `remat.CHOICES`.
     head: "lm" (logits) or "scalar" (a value or a score).
     o_bias: a bias on the output projection of attention too.
     mlp_bias: biases in the SwiGLU block.
@@ -62,7 +62,7 @@ class Config:
   tie_embeddings: bool
   dtype: str
   attention_block: int
-  remat: bool
+  remat: str
   head: str
   o_bias: bool = False
   mlp_bias: bool = False
@@ -84,7 +84,7 @@ SCHEMA = {  # of config.model; vocab_size and head are not the user's to set
   "tie_embeddings": BOOL,
   "dtype": choice("float32", "bfloat16"),
   "attention_block": integer(0),  # 0 = dense attention over the whole row
-  "remat": BOOL,
+  "remat": choice(*remat.CHOICES),
 }
 
 
@@ -152,7 +152,7 @@ class Block(nn.Module):
     y, cache = Attention(c, name="attention")(
       y, positions, mask, start, cache, slots
     )
-    x = x + y
+    x = remat.keep(x + y)
     y = Norm(c.norm_eps, name="mlp_norm")(x)
     y = nn.silu(dense(c.mlp_dim, "gate")(y)) * dense(c.mlp_dim, "up")(y)
     return x + dense(c.width, "down")(y), cache
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
       nn.initializers.normal(c.width**-0.5),  # tied logits of order one
       (c.vocab_size, c.width),
     )
-    block = nn.remat(Block) if c.remat else Block
+    block = remat.wrap(Block, c.remat)
     self.layers = [block(c, name=f"layer_{i}") for i in range(c.num_layers)]
     self.norm = Norm(c.norm_eps)
     if c.head == "scalar":
