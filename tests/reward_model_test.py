@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a reward model is held to: baselines and grades, by hand."""
 
+import types
+
+import ml_collections
 import numpy as np
 import pytest
 
-from oppo_jax import reward_model
+from oppo_jax import reward_model, tokenizer
 from oppo_jax.tasks import base
 from oppo_jax.texts import Text
 
@@ -65,3 +68,42 @@ def test_equal_scores_have_no_correlation():
   found = reward_model.judge(np.ones((2, 2)), [(text, text)] * 2)
   assert found["length"] == 0.0
   assert found["accuracy"] == 0.5
+
+
+def test_margins_stay_with_their_pairs():
+  """Of five, a held-out prompt, a tie and a long one are left out."""
+  pairs = {
+    "train": [
+      base.Pair("a?", "b", "c", 1.0),
+      base.Pair("b?", "b", "c", 2.0),
+      base.Pair("c?", "b", "b", 3.0),
+      base.Pair("d?", "bbbbbbbbb", "b", 4.0),
+      base.Pair("e?", "c", "b", 5.0),
+    ],
+    "test": [base.Pair("b?", "bb", "c", 6.0)],
+  }
+  parts = types.SimpleNamespace(
+    task=types.SimpleNamespace(name="own", pairs=pairs.get),
+    tokens=tokenizer.make("char", corpus=["abcde?"]),
+    reward=None,
+  )
+  config = ml_collections.ConfigDict(
+    dict(
+      seed=0,
+      reward_model=dict(
+        width=8,
+        long_responses="skip",
+        num_eval=0,
+        margin_coef=0.0,
+        center_coef=0.0,
+      ),
+      rollout=dict(max_prompt_len=4, long_prompts="skip"),
+      load=dict(policy="", reward_model=""),
+    )
+  )
+  setup = types.SimpleNamespace(parts=parts)
+  stage = reward_model.make_stage(config, setup)
+  said = [parts.tokens.decode(item[0].tokens[1:]) for item in stage.items]
+  assert said == ["a?b", "e?c"]
+  assert stage.margins.tolist() == [1.0, 5.0]
+  assert stage.baselines == dict(num_pairs=1, longer=1.0, majority=1.0)
