@@ -2,7 +2,6 @@
 """Generation for its own sake, and the grades it gets."""
 
 import functools
-import types
 
 import jax
 import numpy as np
@@ -103,7 +102,7 @@ def test_the_same_prompt_is_answered_differently_under_another_uid_or_key():
 
 TOKENS = tokenizer.make("char", corpus=["0123456789#"])
 REWARD = lambda example, text: float(text == example.answer)
-TASK = types.SimpleNamespace(reward=REWARD)
+TASK = tasks_base.Task("answers", None, REWARD, None, None)
 
 
 def example(answer):
