@@ -38,7 +38,7 @@ def get_config(arg=None):
   # What is asked comes last: "... Answer:".
   config.rollout.long_prompts = "truncate_left"
   if arg.word == "tiny":
-    config.num_steps = 30
+    config.num_steps = 40
     config.tokenizer.update(kind="bpe", vocab_size=2048)
     config.model.update(
       num_layers=2, width=64, head_dim=16, mlp_dim=192, rope_theta=1e4
@@ -50,21 +50,23 @@ def get_config(arg=None):
       lr=3e-3,
       eval_every=100,
       save_every=50,
-      long_responses="truncate",
+      long_responses="skip",  # so that all it sees come to an end
     )
     config.reward_model.update(
       num_steps=200,
       rows=12,
       width=320,
-      lr=1e-3,
+      lr=5e-4,
       eval_every=100,
       save_every=50,
       long_responses="truncate",
       center_coef=0.01,
     )
-    config.rollout.update(batch_size=16, max_prompt_len=64, max_response_len=96)
+    config.rollout.update(
+      batch_size=16, max_prompt_len=64, max_response_len=192
+    )
     config.overlap.delta.update(init=4, max=8)
-    config.optim.update(policy_lr=3e-5, critic_lr=3e-4)
+    config.optim.update(policy_lr=2e-4, critic_lr=1e-3)
   else:
     common.pretrained(config, arg.word)
     config.num_steps = 1000

@@ -87,11 +87,18 @@ def test_a_question_gives_ten_pairs_at_most():
   assert stack_exchange.pairs_of(row) == found
 
 
-def test_the_demonstration_is_the_best_answer_the_earliest_of_equals(tmp_path):
-  finetune = [question("a", answer(1, 0), answer(3, 7), answer(2, 7))]
+def test_demonstrations_are_better_than_another_answer_the_best_first(tmp_path):
+  answers = [answer(1, 0), answer(3, 7), answer(4, 1), answer(2, 7)]
+  finetune = [question("a", *answers), question("b", answer(5, 1))]
   task = make(write(tmp_path / "data", finetune=finetune), tmp_path)
-  (example,) = task.demonstrations("train")
-  assert example.solution == " text 2"
+  shown = [example.solution for example in task.demonstrations("train")]
+  assert shown == [" text 2", " text 3", " text 4"]
+
+
+def test_the_solution_of_a_prompt_is_the_best_answer(tmp_path):
+  rl = [question("a", answer(1, 0), answer(3, 7), answer(2, 7))]
+  task = make(write(tmp_path / "data", rl=rl), tmp_path)
+  assert [e.solution for e in task.prompts("train")] == [" text 2"]
 
 
 def test_a_question_in_two_files_is_refused(tmp_path):

@@ -9,7 +9,8 @@ answers as Askell et al. 2021, arXiv 2112.00861 do:
 Every two answers of a question with unequal pm_score make a pair, at most 10 a
 question. `data_dir` holds one file for each use, and no question is in two:
 
-  questions_finetune   demonstrations: the best answer of each question
+  questions_finetune   demonstrations: answers that are better than another
+                       one to the same question
   questions_reward     training pairs
   questions_rl         training prompts, answered by the policy
   questions_evaluation prompts, pairs and demonstrations of the test split
@@ -84,8 +85,16 @@ def make(*, data_dir: str | os.PathLike, cache_dir: str | os.PathLike):
     base.check_split(split)
     return load()[_USES[use][split]]
 
-  def examples(use: str, split: str) -> Sequence[base.Example]:
-    return [example(row) for row in questions(use, split)]
+  def prompts(split: str) -> Sequence[base.Example]:
+    return [examples_of(row)[0] for row in questions("prompts", split)]
+
+  def demonstrations(split: str) -> Sequence[base.Example]:
+    found = []
+    for row in questions("demonstrations", split):
+      worst = min(a["score"] for a in row["answers"])
+      shown = zip(ranked(row), examples_of(row))
+      found += [example for a, example in shown if a["score"] > worst]
+    return found
 
   def pairs(split: str) -> Sequence[base.Pair]:
     found = [pairs_of(row) for row in questions("pairs", split)]
@@ -93,14 +102,12 @@ def make(*, data_dir: str | os.PathLike, cache_dir: str | os.PathLike):
 
   return base.Task(
     "stack_exchange",
-    functools.cache(functools.partial(examples, "prompts")),
+    functools.cache(prompts),
     reward=None,
     terse=None,
     corrupt=None,
     pairs=functools.cache(pairs),
-    demonstrations=functools.cache(
-      functools.partial(examples, "demonstrations")
-    ),
+    demonstrations=functools.cache(demonstrations),
   )
 
 
@@ -118,14 +125,15 @@ def prompt_of(row: dict[str, Any]) -> str:
   )
 
 
-def example(row: dict[str, Any]) -> base.Example:
-  """A question with its best answer; of equal ones, the earliest."""
-  best = max(row["answers"], key=lambda a: (a["score"], -a["id"]))
-  return base.Example(
-    prompt=prompt_of(row),
-    answer="",
-    solution=ANSWER.format(text=best["text"].strip()),
-  )
+def ranked(row: dict[str, Any]) -> list[dict[str, Any]]:
+  """Answers to a question, the best first; of equal ones, the earliest."""
+  return sorted(row["answers"], key=lambda a: (-a["score"], a["id"]))
+
+
+def examples_of(row: dict[str, Any]) -> list[base.Example]:
+  """A question with each of its answers, in the order of `ranked`."""
+  prompt, say = prompt_of(row), lambda a: ANSWER.format(text=a["text"].strip())
+  return [base.Example(prompt, "", say(a)) for a in ranked(row)]
 
 
 def pairs_of(row: dict[str, Any]) -> list[base.Pair]:
