@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import math
 import re
+from typing import NamedTuple
 
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
 BYTES |= {"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
@@ -273,35 +274,71 @@ def thunks(text):
   Returns:
     graphs: command buffers (CUDA graphs), each one launch; host_loops: whiles
     that the host drives; graph_loops: whiles captured in a graph; beside_loop:
-    the most kernels of a graph that stand before one of its loops and that the
-    loop does not wait for; async_starts: regions on a stream of their own;
-    kernels: leaves of the listing.
+    the most kernels that neither wait for a captured loop of their graph nor it
+    for them; async_starts: regions on a stream of their own; kernels: leaves.
   """
+  found = [_thunk(x) for x in text.splitlines() if THUNK.match(x)]
   counts = collections.Counter()
-  stack = []  # (indentation, is a command buffer)
-  for line in text.splitlines():
-    match = re.match(r"^(\s*)(\d+): (k\w+)", line)
-    if not match:
-      continue
-    indent, kind = len(match[1]), match[3]
-    while stack and stack[-1][0] >= indent:
+  stack = []  # enclosing thunks
+  children = collections.defaultdict(list)
+  for i, x in enumerate(found):
+    while stack and found[stack[-1]].indent >= x.indent:
       stack.pop()
-    captured = any(is_graph for _, is_graph in stack)
-    if kind == "kCommandBuffer":
+    if stack:
+      children[stack[-1]].append(x)
+    captured = any(found[j].kind == "kCommandBuffer" for j in stack)
+    if x.kind == "kCommandBuffer":
       counts["graphs"] += 1
-    elif kind == "kWhile":
+    elif x.kind == "kWhile":
       counts["graph_loops" if captured else "host_loops"] += 1
-      before = re.search(r"prev=(\d+)", line)
-      if captured and before:
-        beside = int(match[2]) - int(before[1]) - 1
-        counts["beside_loop"] = max(counts["beside_loop"], beside)
-    elif kind == "kAsyncStart":
+    elif x.kind == "kAsyncStart":
       counts["async_starts"] += 1
-    elif kind not in ("kAsyncDone", "kConditional", "kSequential"):
+    elif x.kind not in ("kAsyncDone", "kConditional", "kSequential"):
       counts["kernels"] += 1
-    stack.append((indent, kind == "kCommandBuffer"))
+    stack.append(i)
+  for i, inside in children.items():
+    if found[i].kind == "kCommandBuffer":
+      loops = [x for x in inside if x.kind == "kWhile"]
+      free = [
+        sum(x.after < y.index < x.before and y is not x for y in inside)
+        for x in loops
+      ]
+      counts["beside_loop"] = max([counts["beside_loop"], *free])
   keys = (
-    "graphs", "host_loops", "graph_loops", "beside_loop", "async_starts",
+    "graphs",
+    "host_loops",
+    "graph_loops",
+    "beside_loop",
+    "async_starts",
     "kernels",
-  )  # fmt: skip
+  )
   return {k: counts[k] for k in keys}
+
+
+class Thunk(NamedTuple):
+  """A line of the listing.
+
+  `after` is the last thunk that it waits for, `before` the first that waits for
+  it; all in between in the same sequence are independent of it.
+  """
+
+  indent: int
+  index: int
+  kind: str
+  after: int
+  before: float
+
+
+THUNK = re.compile(r"^(\s*)(\d+): (k\w+)")
+
+
+def _thunk(line):
+  indent, index, kind = THUNK.match(line).groups()
+  after, before = re.search(r"prev=(\d+)", line), re.search(r"next=(\d+)", line)
+  return Thunk(
+    len(indent),
+    int(index),
+    kind,
+    int(after[1]) if after else -1,
+    int(before[1]) if before else math.inf,
+  )
