@@ -44,11 +44,11 @@ def get_config(arg=None):
       num_layers=2, width=64, head_dim=16, mlp_dim=192, rope_theta=1e4
     )
     config.sft.update(
-      num_steps=200,
+      num_steps=100,
       rows=8,
       width=256,
       lr=3e-3,
-      eval_every=100,
+      eval_every=50,
       save_every=50,
       long_responses="skip",  # so that all it sees come to an end
     )
