@@ -6,6 +6,8 @@ Model:   stories260K.bin and tok512.bin of llama2.c in one folder DIR:
 Run:     python -m oppo_jax.train --config=configs/stories.py \
              --config.load.policy=stories260k --workdir=runs/stories
 Reward:  share of a story's sentences that end in "!", nothing else.
+Takes:   3 minutes on two cores. Expect a held-out share above 0.9, sampled
+         (seed 0: 0.947, from 0.054; greedy 0.990, from 0.004).
 Arms:    --config=configs/stories.py:serial   (sequence, intra, inter, ...)
 """
 
