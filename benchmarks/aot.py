@@ -89,6 +89,7 @@ PEAK = {
 GIB = 2**30
 CHOICES = {  # what is not the default, and meant for an accelerator
   "rollout.decode_loop": "fori",
+  "rollout.decode_rows": 0,
   "model.attention_block": 0,
   "score.tile_rows": 32,
   "score.tile_len": 128,

@@ -237,8 +237,7 @@ def build(
     scorers={k: v for k, v in scorers.items() if k in algorithm.scorers},
     algorithm=algorithm,
     devices=devices_of(o.placement),
-    # "auto": the form whose gain is measured. On one accelerator none is yet.
-    dispatch="separate" if o.dispatch == "auto" else o.dispatch,
+    dispatch=auto.dispatch(o.dispatch, backend),
   )
   generating = dict(
     num_slots=64,

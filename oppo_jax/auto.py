@@ -36,3 +36,12 @@ def micro_rows(asked: int, backend: str, *, width: int) -> int:
   if asked:
     return asked
   return max(256 // width, 1) if backend == "cpu" else 8
+
+
+def dispatch(asked: str, backend: str) -> str:
+  """Chunks and tiles as "separate" programs, or "fused" into one.
+
+  "auto" is the form whose gain is measured; of "fused" none is yet.
+  """
+  del backend
+  return "separate" if asked == "auto" else asked

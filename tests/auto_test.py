@@ -13,6 +13,8 @@ def test_what_was_asked_for_is_kept(backend):
   assert auto.decode_rows(0, backend) == 0
   assert auto.decode_rows(3, backend) == 3
   assert auto.micro_rows(5, backend, width=100) == 5
+  assert auto.dispatch("fused", backend) == "fused"
+  assert auto.dispatch("separate", backend) == "separate"
 
 
 def test_only_a_gpu_runs_all_ticks_of_a_chunk():
@@ -29,3 +31,8 @@ def test_only_a_cpu_decodes_a_few_rows_at_a_time():
 def test_a_micro_batch_on_a_cpu_holds_few_tokens(width, rows):
   assert auto.micro_rows(0, "cpu", width=width) == rows
   assert auto.micro_rows(0, "gpu", width=width) == 8
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_no_backend_fuses_unasked(backend):
+  assert auto.dispatch("auto", backend) == "separate"
