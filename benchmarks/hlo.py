@@ -275,7 +275,8 @@ def thunks(text):
     graphs: command buffers (CUDA graphs), each one launch; host_loops: whiles
     that the host drives; graph_loops: whiles captured in a graph; beside_loop:
     the most kernels that neither wait for a captured loop of their graph nor it
-    for them, as far as nearest neighbors tell; async_starts: regions on a stream of their own; kernels: leaves.
+    for them, as far as nearest neighbors tell; async_starts: regions on a
+    stream of their own; kernels: leaves.
   """
   found = [_thunk(x) for x in text.splitlines() if THUNK.match(x)]
   counts = collections.Counter()
