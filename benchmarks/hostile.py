@@ -17,7 +17,8 @@ class Program(NamedTuple):
   Attributes:
     source: the program.
     expected: outcomes of `sandbox.OUTCOMES`.
-    needs: what the system must grant (`sandbox.GRANTS`) for this to hold.
+    needs: what the system must grant (`sandbox.GRANTS`) for this to hold; it
+      is not run without, as it may do harm then.
   """
 
   source: str
@@ -82,6 +83,7 @@ for pid in (os.getppid(), 1, 0, -1):
 def f(x): return 5
 """,
     "crash wrong",
+    "processes",
   ),
   # Memory and room.
   "allocates 10 GiB": Program("x = bytearray(10 << 30)", "memory"),

@@ -79,6 +79,12 @@ def attack(name: str) -> sandbox.Result:
   )
 
 
+def may_run(name: str) -> bool:
+  """Whether the system grants what the program needs to be harmless."""
+  needs = hostile.PROGRAMS[name].needs.split()
+  return set(needs) <= set(sandbox.granted())
+
+
 def is_as_expected(name: str, result: sandbox.Result) -> bool:
   """The outcome is right, or the system grants too little for that."""
   program = hostile.PROGRAMS[name]
@@ -89,14 +95,16 @@ def is_as_expected(name: str, result: sandbox.Result) -> bool:
 
 def table() -> bool:
   """Prints what became of every hostile program; true if all is well."""
-  is_well, granted = True, ()
+  is_well, granted = True, sandbox.granted()
   print(f"{'program':42s} {'outcome':9s} {'s':>5s}  why")
   for name in hostile.PROGRAMS:
+    if not may_run(name):
+      print(f"{name:42s} not run, needs {hostile.PROGRAMS[name].needs}")
+      continue
     with marked_folder() as left_of:
       began = time.perf_counter()
       result = attack(name)
       seconds, left = time.perf_counter() - began, left_of()
-    granted = result.granted
     is_good = is_as_expected(name, result) and not left
     is_well &= is_good
     why = " ".join(result.why.split())[:60]

@@ -44,14 +44,16 @@ def run(program, *tests, names=("f",), preamble="", setup="", limits=LIMITS):
 def attacked():
   """Every hostile program at once, and what all of them have left behind."""
   with attacks.marked_folder() as left_of:
+    names = [name for name in hostile.PROGRAMS if attacks.may_run(name)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-      results = pool.map(attacks.attack, hostile.PROGRAMS)
-      results = dict(zip(hostile.PROGRAMS, results))
+      results = dict(zip(names, pool.map(attacks.attack, names)))
     return results, left_of()
 
 
 @pytest.mark.parametrize("name", hostile.PROGRAMS)
 def test_a_hostile_program_gets_what_it_should(attacked, name):
+  if name not in attacked[0]:
+    pytest.skip(f"this system does not grant {hostile.PROGRAMS[name].needs}")
   result = attacked[0][name]
   assert attacks.is_as_expected(name, result), result
 
