@@ -178,7 +178,8 @@ def build(
   found = pretrained.make_models(
     config.load,
     critic_init=config.critic.init,
-    choices={k: config.model[k] for k in hf.CHOICES if k != "head"},
+    # A model of one's own need not have them all; then no folder holds one.
+    choices={k: config.model[k] for k in hf.CHOICES if k in config.model},
     fresh=lambda head: models.make(config.model_name, head=head, **sized),
   )
   r, o = config.rollout, config.overlap

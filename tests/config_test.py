@@ -575,7 +575,8 @@ ROWS = {
   "gsm8k": gsm8k_rows,
   "jsonl": jsonl_rows,
   "stack_exchange": stack_exchange_rows,
-  "stories": lambda c, tmp_path: None,
+  # Without a folder, a token is a character.
+  "stories": lambda c, tmp_path: c.rollout.update(max_prompt_len=128),
 }
 TRACED = [
   *((name, None, {}) for name in FILES),
