@@ -50,6 +50,9 @@ MODELS = {
     mlp_dim=192,
   ),
 }
+MODELS["100m"] = MODELS["peer"] | dict(
+  num_layers=12, width=768, num_heads=12, num_kv_heads=12, mlp_dim=2304
+)
 VOCAB_SIZE = 512  # of the models above
 QWEN = dict(
   num_kv_heads=2,

@@ -11,7 +11,9 @@ have B slots, `inter` and `oppo` B + delta.
 
 Each step's wall time is split into decode (until the batch is complete; tiles
 scored meanwhile included), score (what was left to score), update, and host
-(the rest); cpu_s is CPU time of all threads.
+(the rest); cpu_s is CPU time of all threads. `python` is the share of the step
+in which the host did not wait for the device: what the device waits for Python
+cannot be more.
 """
 
 import statistics
@@ -92,6 +94,11 @@ def summary(rows):
     "score_s": median(lambda r: r["time/score_s"]),
     "update_s": median(lambda r: r["time/update_s"]),
     "host_s": median(lambda r: r["wall_s"] - sum(r[p] for p in phases)),
+    "python_s": median(
+      lambda r: (
+        r["wall_s"] - sum(r[p.removesuffix("_s") + "_wait_s"] for p in phases)
+      )
+    ),
     "ticks": mean("overlap/ticks"),
     "tokens": mean("tokens/trained"),
     "staleness": mean("overlap/staleness_mean"),
@@ -109,8 +116,8 @@ def table(workload, arms):
   )
   yield (
     f"{'arm':9s} {'wall s':>7s} {'CPU s':>7s} {'decode':>7s} {'score':>7s}"
-    f" {'update':>7s} {'host':>7s} {'ticks':>6s} {'tok/s':>7s} {'speed':>6s}"
-    f" {'stale':>6s}"
+    f" {'update':>7s} {'host':>7s} {'python':>7s} {'ticks':>6s} {'tok/s':>7s}"
+    f" {'speed':>6s} {'stale':>6s}"
   )
   first = next(iter(arms.values()))
   for name, s in arms.items():
@@ -119,7 +126,8 @@ def table(workload, arms):
     yield (
       f"{name:9s} {s['mean_wall_s']:7.3f} {s['mean_cpu_s']:7.3f}"
       f" {s['decode_s']:7.3f} {s['score_s']:7.3f} {s['update_s']:7.3f}"
-      f" {s['host_s']:7.3f} {s['ticks']:6.1f} {s['tokens_per_s']:7.0f}"
+      f" {s['host_s']:7.3f} {s['python_s'] / s['wall_s']:7.1%}"
+      f" {s['ticks']:6.1f} {s['tokens_per_s']:7.0f}"
       f" {speed:5.2f}x {s['staleness']:6.2f}"
     )
 
