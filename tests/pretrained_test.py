@@ -209,14 +209,13 @@ def test_other_scorers_of_any_size_change_no_bit_by_streaming(
 
 
 def test_a_run_goes_on_from_the_folder_of_another(folders, tmp_path):
-  """Stages on top of a loaded policy; the reference is a copy of what is."""
-  c = config(folders, **{"load.reward_model": ""})
+  """A stage on top of a loaded policy; the reference is a copy of what is."""
+  c = config(folders)
+  c.num_steps = 1
   c.warm_start.sft.update(num_steps=1, rows=2, width=48)
-  c.warm_start.reward_model.update(num_steps=1, rows=2, width=48)
-  c.warm_start.reward_model.update(num_prompts=8, num_spoiled=8)
   _, rows = finish(c, tmp_path / "first")
   assert rows[0]["objective/kl"] == pytest.approx(0, abs=1e-4)
-  assert len(list((tmp_path / "first" / "stages").iterdir())) == 2
+  assert len(list((tmp_path / "first" / "stages").iterdir())) == 1
   c = config(tmp_path / "first", **{"load.policy": "hf"})
   c.load.reward_model = str(folders / "reward")
   _, params = start(c, tmp_path / "second")
@@ -381,8 +380,11 @@ def test_a_reward_model_without_a_tokenizer_cannot_read(folders, tmp_path):
 
 def test_a_random_reward_model_of_no_weight_is_not_run(folders, tmp_path):
   weightless = {"load.reward_model": "", "reward.model_weight": 0.0}
-  s, _ = start(config(folders, **weightless), tmp_path)
+  s, params = start(config(folders, **weightless), tmp_path)
   assert "reward" not in s.fns.append
+  reward, policy = params["reward"], params["policy"]
+  assert_exact(pretrained.trunk(reward), pretrained.trunk(policy))
+  assert reward["out"].shape == (32, 1)
   s, _ = start(config(folders, **{"reward.model_weight": 0.0}), tmp_path)
   assert "reward" in s.fns.append  # one from a folder is watched
 
