@@ -220,16 +220,29 @@ KEPT = ("overlap/", "score/tiles", "tokens/", "time/")
 def conditions():
   """What every result says of itself."""
   return {
-    "command": "python -m " + " ".join([_module(), *sys.argv[1:]]),
+    "command": "python -m " + " ".join([_module(), *_told()]),
     **metrics.backend(),
     "python": platform.python_version(),
     "jaxlib": jaxlib.__version__,
     "flax": flax.__version__,
     "processor": _processor(),
-    "cores": os.cpu_count(),
+    "cores": _cores(),
     "load_before": os.getloadavg()[0],
     "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
   }
+
+
+def _cores():
+  """Those that this process may use: `taskset` counts."""
+  if hasattr(os, "sched_getaffinity"):
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count()
+
+
+def _told():
+  """The arguments, without places that are of one machine."""
+  places = ("--out=", "--venvs=")
+  return [x for x in sys.argv[1:] if not x.startswith(places)]
 
 
 def _module():

@@ -57,7 +57,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     qk_norm=False,
     tie_embeddings=True,
     dtype="float32",
-    attention_block=64,  # 0 = attention reads the whole row
+    attention_block=-1,  # columns read at a time: -1 = auto, 0 = the whole row
     remat="none",  # none | attention | layer: recomputed in the backward pass
   )
   # Without a folder. reward: its trunk and head; policy: its trunk and a new

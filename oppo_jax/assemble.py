@@ -174,12 +174,17 @@ def build(
   eos_ids: tuple[int, ...],
 ) -> Engine:
   """Models and functions; `vocab_size` is of a policy without a folder."""
-  sized = dict(vocab_size=vocab_size, **config.model.to_dict())
+  chosen = config.model.to_dict()
+  if "attention_block" in chosen:
+    chosen["attention_block"] = auto.attention_block(
+      chosen["attention_block"], jax.default_backend()
+    )
+  sized = dict(vocab_size=vocab_size, **chosen)
   found = pretrained.make_models(
     config.load,
     critic_init=config.critic.init,
     # A model of one's own need not have them all; then no folder holds one.
-    choices={k: config.model[k] for k in hf.CHOICES if k in config.model},
+    choices={k: chosen[k] for k in hf.CHOICES if k in chosen},
     fresh=lambda head: models.make(config.model_name, head=head, **sized),
   )
   r, o = config.rollout, config.overlap

@@ -16,6 +16,17 @@ def decode_loop(asked: str, backend: str) -> str:
   return "fori" if backend == "gpu" else "while"
 
 
+def attention_block(asked: int, backend: str) -> int:
+  """Columns that cached attention reads at a time, 0 = all; -1 is what suits.
+
+  On a CPU the cost then follows the longest live prefix. On a GPU the loop over
+  blocks would be one of the host's, per layer and tick.
+  """
+  if asked >= 0:
+    return asked
+  return 64 if backend == "cpu" else 0
+
+
 def decode_rows(asked: int, backend: str) -> int:
   """Rows that one model call decodes, 0 = all slots; -1 is what suits.
 

@@ -12,6 +12,8 @@ def test_what_was_asked_for_is_kept(backend):
   assert auto.decode_loop("while", backend) == "while"
   assert auto.decode_rows(0, backend) == 0
   assert auto.decode_rows(3, backend) == 3
+  assert auto.attention_block(0, backend) == 0
+  assert auto.attention_block(7, backend) == 7
   assert auto.micro_rows(5, backend, width=100) == 5
   assert auto.dispatch("fused", backend) == "fused"
   assert auto.dispatch("separate", backend) == "separate"
@@ -20,6 +22,11 @@ def test_what_was_asked_for_is_kept(backend):
 def test_only_a_gpu_runs_all_ticks_of_a_chunk():
   found = {b: auto.decode_loop("auto", b) for b in ("cpu", "gpu", "tpu")}
   assert found == {"cpu": "while", "gpu": "fori", "tpu": "while"}
+
+
+def test_only_a_cpu_reads_the_cache_in_blocks():
+  found = {b: auto.attention_block(-1, b) for b in ("cpu", "gpu", "tpu")}
+  assert found == {"cpu": 64, "gpu": 0, "tpu": 0}
 
 
 def test_only_a_cpu_decodes_a_few_rows_at_a_time():

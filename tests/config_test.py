@@ -138,7 +138,7 @@ BAD = {
   "model.norm_eps": [0.0],
   "model.qk_norm": ["no", 0],
   "model.dtype": ["float16"],
-  "model.attention_block": [-1],
+  "model.attention_block": [-2],
   "model.remat": [True, "all"],
   "model_name": [""],
   "load.policy": [None, "no/such/folder", __file__],

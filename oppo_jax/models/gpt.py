@@ -87,7 +87,7 @@ SCHEMA = {  # of config.model; vocab_size and head are not the user's to set
   "attention_bias": BOOL,
   "tie_embeddings": BOOL,
   "dtype": choice("float32", "bfloat16"),
-  "attention_block": integer(0),
+  "attention_block": integer(-1),  # -1 = auto, 0 = the whole row
   "remat": choice(*remat.CHOICES),
 }
 

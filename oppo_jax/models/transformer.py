@@ -83,7 +83,7 @@ SCHEMA = {  # of config.model; vocab_size and head are not the user's to set
   "qk_norm": BOOL,
   "tie_embeddings": BOOL,
   "dtype": choice("float32", "bfloat16"),
-  "attention_block": integer(0),  # 0 = dense attention over the whole row
+  "attention_block": integer(-1),  # -1 = auto, 0 = the whole row
   "remat": choice(*remat.CHOICES),
 }
 
