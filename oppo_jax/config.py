@@ -309,8 +309,9 @@ def validate(config: ml_collections.ConfigDict) -> None:
 def num_slots(config: ml_collections.ConfigDict) -> int:
   """S: room for B + max delta rows, a multiple of 8; the same in all arms.
 
-  Another number of slots moves log-probs in the last bit, so arms that are to
-  be compared bit for bit must share it.
+  Where all slots are decoded in one call, another number of them moves
+  log-probs in the last bit, so arms that are to be compared bit for bit share
+  it.
   """
   return -(-(config.rollout.batch_size + config.overlap.delta.max) // 8) * 8
 

@@ -207,4 +207,4 @@ def test_a_bad_task_or_split_is_named(task):
     tasks.make("algebra")
   with pytest.raises(ValueError, match="'dev'"):
     task.prompts("dev")
-  assert set(tasks.TASKS) == {"arithmetic", "gsm8k"}
+  assert {"arithmetic", "gsm8k"} <= set(tasks.TASKS)
