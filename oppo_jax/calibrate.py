@@ -83,12 +83,11 @@ def read(workdir: str) -> Run:
         width=width,
       ),
     )
-    weights = config["reward"]
+    weights = dict(config["reward"])
+    by_name = dict(weights.pop("rules", {}))
+    by_name |= {k.removesuffix("_weight"): w for k, w in weights.items()}
     scores = [
-      sum(
-        w * row[f"reward/{k.removesuffix('_weight')}"]
-        for k, w in weights.items()
-      )
+      sum(w * row[f"reward/{name}"] for name, w in by_name.items() if w)
       for row in rows
     ]
     forced = None

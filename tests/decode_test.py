@@ -13,6 +13,7 @@ import tiny
 from compare import assert_close, assert_exact
 
 from oppo_jax import decode, generation, score, slots, types
+from oppo_jax.tasks import base as tasks_base
 
 NUM_SLOTS, MAX_PROMPT_LEN, ROW_LEN = 8, 5, 22
 RUN_KEY = jax.random.key(7)
@@ -563,9 +564,8 @@ def test_an_answer_does_not_depend_on_the_other_prompts(generate):
 
 
 def test_accuracy_counts_what_was_cut_at_the_limit():
-  task = python_types.SimpleNamespace(
-    reward=lambda example, text: float(example == text)
-  )
+  right = lambda example, text: float(example == text)
+  task = tasks_base.Task("same", None, right, None, None)
   tokens = python_types.SimpleNamespace(
     decode=lambda ids: "".join(map(str, ids)), eos_ids=(9,)
   )

@@ -396,7 +396,7 @@ def test_a_run_gives_its_rules_lengths_scores_and_costs(tmp_path):
     "algo": dict(num_epochs=2, num_minibatches=1),
     "optim": dict(micro_rows=1, pack_width=0),
     "score": dict(tile_rows=1, tile_len=4),
-    "reward": dict(model_weight=0.5, rule_weight=1.0),
+    "reward": dict(model_weight=0.5, rule_weight=1.0, rules=dict(length=0.1)),
     "overlap": dict(
       intra="chunk",
       inter="resume",
@@ -421,6 +421,7 @@ def test_a_run_gives_its_rules_lengths_scores_and_costs(tmp_path):
         "step": i,
         "reward/model": 0.5,
         "reward/rule": 0.25,
+        "reward/length": -0.5,
         "overlap/delta": 1,
         "overlap/chunk_size": step.chunk_size,
         "overlap/ticks": step.ticks,
@@ -440,7 +441,7 @@ def test_a_run_gives_its_rules_lengths_scores_and_costs(tmp_path):
   (tmp_path / "rollouts.jsonl").write_text(jsonl(logged))
   run = calibrate.read(str(tmp_path))
   assert run.rules == RULES
-  assert run.scores == [0.5 * 0.5 + 0.25] * 16
+  assert run.scores == pytest.approx([0.5 * 0.5 + 0.25 - 0.05] * 16)
   work, is_exact = calibrate.work(run)
   assert is_exact
   found = calibrate.fit([run], skip=2)
