@@ -55,7 +55,6 @@ MODELS["100m"] = MODELS["peer"] | dict(
 )
 VOCAB_SIZE = 512  # of the models above
 QWEN = dict(
-  num_kv_heads=2,
   rope_theta=1e6,
   norm_eps=1e-6,
   qkv_bias=True,
@@ -64,11 +63,8 @@ QWEN = dict(
   attention_block=0,
   remat="layer",
 )
-PUBLISHED = {  # the shapes of Qwen2.5-0.5B and -3B, to be drawn at random
-  "qwen2.5-0.5b": QWEN
-  | dict(num_layers=24, width=896, num_heads=14, head_dim=64, mlp_dim=4864),
-  "qwen2.5-3b": QWEN
-  | dict(num_layers=36, width=2048, num_heads=16, head_dim=128, mlp_dim=11008),
+PUBLISHED = {  # the shapes of Qwen2.5, to be drawn at random
+  f"qwen2.5-{size}": QWEN | common.SIZES[size] for size in ("0.5b", "3b")
 }
 VOCAB_SIZES = dict.fromkeys(PUBLISHED, 151_936)
 MODELS |= PUBLISHED
