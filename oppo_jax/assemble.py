@@ -162,9 +162,11 @@ def devices_of(placement: str) -> tuple[jax.Device, jax.Device] | None:
 
 def micro_rows(config: ml_collections.ConfigDict) -> int:
   """Packed rows per micro-batch."""
-  width = config.optim.pack_width or config_lib.row_len(config)
-  asked = config.optim.micro_rows
-  return auto.micro_rows(asked, jax.default_backend(), width=width)
+  return auto.micro_rows(
+    config.optim.micro_rows,
+    jax.default_backend(),
+    width=config_lib.pack_width(config),
+  )
 
 
 def build(
@@ -214,7 +216,7 @@ def build(
     top_k=r.top_k,
     top_p=r.top_p,
     num_updates=config.num_steps,
-    bin_width=config.optim.pack_width or row_len,
+    bin_width=config_lib.pack_width(config),
     micro_rows=micro_rows(config),
   )
   if config.load.retokenize or not config_lib.has_reward_model(config):

@@ -187,7 +187,7 @@ def run(
       caches = {k: v.cache for k, v in at_end.scorers.items()}
       caches = metrics.fetch(caches | {flight.POLICY_CACHE: at_end.cache})
     if gradients is None:
-      plan = step.plan_of(config, sizes, got.rollout.row_len, state.step)
+      plan = step.plan_of(config, got.rollout.row_len, state.step)
       gradients = metrics.fetch(gradients_of(state.train, got.on_device, plan))
     batches.append(got.batch)
     params_before = metrics.fetch(state.train.params)

@@ -341,6 +341,11 @@ def row_len(config: ml_collections.ConfigDict) -> int:
   return config.rollout.max_prompt_len + config.rollout.max_response_len
 
 
+def pack_width(config: ml_collections.ConfigDict) -> int:
+  """W: tokens of a packed row of the update."""
+  return config.optim.pack_width or row_len(config)
+
+
 def arm_overrides(arm: str) -> dict[str, str]:
   """The two choices that make an arm, for `update_from_flattened_dict`."""
   if arm not in ARMS:

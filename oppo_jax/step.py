@@ -28,6 +28,7 @@ from oppo_jax import (
   rewards,
   types,
 )
+from oppo_jax import config as config_lib
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +177,6 @@ def read_again(
 
 def plan_of(
   config: ml_collections.ConfigDict,
-  sizes: flight.Sizes,
   row_len: np.ndarray,
   step: int,
 ) -> types.Packing:
@@ -186,7 +186,7 @@ def plan_of(
     order_seed=(config.seed, step),
     num_epochs=config.algo.num_epochs,
     num_minibatches=config.algo.num_minibatches,
-    width=config.optim.pack_width or sizes.row_len,
+    width=config_lib.pack_width(config),
     micro_rows=assemble.micro_rows(config),
   )
 
@@ -269,7 +269,7 @@ def learn(
     began: `time.perf_counter()` when the step began.
   """
   with timers("update"):
-    plan = plan_of(config, s.fns.sizes, got.rollout.row_len, state.step)
+    plan = plan_of(config, got.rollout.row_len, state.step)
     train, seen = s.fns.update(state.train, got.on_device, plan)
     seen = metrics.fetch(seen)
   step_s = time.perf_counter() - began
