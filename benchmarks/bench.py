@@ -17,6 +17,7 @@ import jax
 import jaxlib
 import numpy as np
 
+from benchmarks import busy
 from configs import common
 from oppo_jax import (
   assemble,
@@ -154,16 +155,22 @@ class Arm:
     config: of `config_of`.
     lengths: response length of uid 0, 1, ...; then from the start.
     vocab_size: V.
+
+  Attributes:
+    longest: of further responses; to be lowered where a profile of a whole step
+      would be too large.
   """
 
   def __init__(self, config, lengths, *, vocab_size=VOCAB_SIZE):
     engine = assemble.build(config, vocab_size=vocab_size, eos_ids=(0,))
     prompt_len = config.rollout.max_prompt_len
+    self.longest = config.rollout.max_response_len
 
     def prompt_of(uid):
       rng = np.random.default_rng((7, uid))
       tokens = rng.integers(1, vocab_size, prompt_len).astype(np.int32)
-      return flight.Prompt(tokens, int(lengths[uid % len(lengths)]))
+      length = min(int(lengths[uid % len(lengths)]), self.longest)
+      return flight.Prompt(tokens, length)
 
     task = tasks_base.Task(
       name="none",
@@ -207,6 +214,16 @@ class Arm:
       **{k: v for k, v in done.row.items() if k.startswith(KEPT)},
       "wall_s": time.perf_counter() - wall,
       "cpu_s": time.process_time() - cpu,
+    }
+
+  def busy(self):
+    """Profiles one step: `busy.report` of decoding, scoring, and of both."""
+    data = busy.profile(self.step)
+    within = {"decode": ["decode"], "score": ["score"]}
+    within["together"] = ["decode", "score"]
+    return {
+      name: busy.report(data, [f"time/{phase}" for phase in phases])
+      for name, phases in within.items()
     }
 
 

@@ -12,7 +12,9 @@ Random models of the shapes of Qwen2.5-0.5B and -3B in bfloat16, B = 112, prompt
   decode    seconds per tick against the bytes it must move; aim 1.5 x
   score     share of the peak by a call of tiles; aim 45 %
   update    likewise, of a whole update; aim 40 %
-  arms      PPO steps per arm and form of dispatch; the share of scoring hidden
+  arms      PPO steps per arm and form of dispatch; the share of scoring hidden,
+            and from a profile of a shorter step, how long the device executed
+            something, and two things at once (`busy.py`)
 
 Every part is a process of its own with a time of its own, so that one that
 hangs or runs out of memory costs nothing else; the file is written after every
@@ -33,7 +35,7 @@ import time
 import jax
 from absl import app, flags
 
-from benchmarks import bench, gpu_parts
+from benchmarks import bench, busy, gpu_parts
 
 _LENGTHS = flags.DEFINE_string("lengths", "lognormal", "See bench.lengths_of.")
 _TINY = flags.DEFINE_bool("tiny", False, "A check that it runs.")
@@ -55,6 +57,7 @@ COMMON = dict(
   micro_rows=[4],
   steps=1,
   lives=[512, 1280],
+  profiled_len=256,  # of responses: 409 kernels a tick are many events
   # (model.attention_block, form): see `gpu_parts.FORMS`.
   decode_forms=[[0, "plain"], [0, "graph"], [256, "graph"], [256, "plain"]],
   score_forms=[[0, "plain"], [256, "graph"], [256, "plain"]],
@@ -93,6 +96,7 @@ TINY = dict(
   micro_rows=[2, 1],
   steps=1,
   lives=[16],
+  profiled_len=16,
   decode_forms=[[0, "plain"], [16, "graph"]],
   score_forms=[[0, "plain"], [16, "graph"]],
   arms=[["serial", "separate"], ["intra", "fused"], ["oppo", "separate"]],
@@ -125,12 +129,16 @@ def child(given):
 def run(part, spec, seconds, cache, on_row):
   """Runs a part in a process; ends it a little after its time."""
   given = json.dumps([part, spec, seconds, cache])
+  xla_flags = [os.environ.get("XLA_FLAGS", ""), busy.ENVIRONMENT["XLA_FLAGS"]]
   process = subprocess.Popen(
     [sys.executable, "-m", "benchmarks.gpu", f"--part={given}"],
     stdout=subprocess.PIPE,
     stderr=subprocess.PIPE,
     text=True,
-    env=os.environ | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"},
+    env=os.environ
+    | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+    | busy.ENVIRONMENT
+    | {"XLA_FLAGS": " ".join(xla_flags).strip()},
   )
   lines, errors = queue.Queue(), []
 
@@ -201,10 +209,13 @@ def line(part, row):
       f" {over:5.2f} x the floor"
     )
   if part == "arms":
-    return (
+    said = (
       f"{row['arm']:9s} {row['dispatch']:9s} {row['s']:8.3f} s a step,"
       f" {row['tokens'] / row['s']:9.0f} tokens/s"
     )
+    for phase, of in row.get("busy", {}).items():
+      said += f"\n     profiled: {phase:8s}  {busy.shares(of)}"
+    return said
   shown = {k: v for k, v in row.items() if k not in ("raw", "model_flops")}
   return json.dumps(shown)
 

@@ -310,7 +310,7 @@ def _arm(spec, arm, dispatch, lengths, until):
     if rows and time.monotonic() > until:
       break
   mean = lambda key: statistics.mean(r[key] for r in rows)
-  return {
+  found = {
     "arm": arm,
     "dispatch": dispatch,
     "s": mean("wall_s"),
@@ -318,6 +318,10 @@ def _arm(spec, arm, dispatch, lengths, until):
     "ticks": mean("overlap/ticks"),
     "raw": rows,
   }
+  if arm in ("serial", "intra") and time.monotonic() < until:
+    one.longest = spec["profiled_len"]
+    found["busy"] = one.busy()
+  return found
 
 
 PARTS = {f.__name__: f for f in (machine, decode, score, update, arms)}
