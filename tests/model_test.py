@@ -12,6 +12,7 @@ import tiny
 from compare import assert_close, assert_exact
 
 from oppo_jax import models
+from oppo_jax.models import dense
 
 # What published families differ in.
 VARIANTS = {
@@ -159,6 +160,14 @@ def test_cached_appends_equal_a_forward(variant):
 def test_cached_appends_of_any_decoder_equal_a_forward(make, block):
   model = make(attention_block=block)
   check_appends(model, tiny.params(model, 0))
+
+
+def test_the_product_of_a_dense_layer_has_the_gradient_of_a_product():
+  draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+  x, kernel, dy = draw(0, 2, 5, 3), draw(1, 3, 4), draw(2, 2, 5, 4)
+  gradient = lambda fn: jax.vjp(fn, x, kernel)[1](dy)
+  assert_exact(dense.product(x, kernel), x @ kernel)
+  assert_close(gradient(dense.product), gradient(jnp.matmul))
 
 
 def test_packed_rows_see_their_own_segment_only(make):

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from oppo_jax.models import attention, remat, rope, transformer
+from oppo_jax.models.dense import Dense
 from oppo_jax.schema import BOOL, choice, integer, number
 
 
@@ -130,7 +131,7 @@ class Attention(nn.Module):
   @nn.compact
   def __call__(self, x, positions, mask, start, cache, slots):
     c = self.config
-    dense = lambda size, name: nn.Dense(
+    dense = lambda size, name: Dense(
       size, use_bias=c.attention_bias, dtype=x.dtype, name=name
     )
     y = dense(3 * c.width, "qkv")(x)
@@ -156,7 +157,7 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x, positions, mask, start, cache, slots):
     c = self.config
-    dense = lambda size, name: nn.Dense(size, dtype=x.dtype, name=name)
+    dense = lambda size, name: Dense(size, dtype=x.dtype, name=name)
     y = Norm(c.norm_eps, name="attention_norm")(x)
     y, cache = Attention(c, name="attention")(
       y, positions, mask, start, cache, slots

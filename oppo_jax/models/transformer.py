@@ -13,6 +13,7 @@ from jax import lax
 
 from oppo_jax import types
 from oppo_jax.models import attention, remat, rope
+from oppo_jax.models.dense import Dense
 from oppo_jax.schema import BOOL, choice, integer, number
 
 
@@ -118,7 +119,7 @@ class Attention(nn.Module):
     rows, length, _ = x.shape
 
     def project(name, heads):
-      y = nn.Dense(
+      y = Dense(
         heads * c.head_dim, use_bias=c.qkv_bias, dtype=x.dtype, name=name
       )(x)
       return y.reshape(rows, length, heads, c.head_dim)
@@ -135,7 +136,7 @@ class Attention(nn.Module):
     out, cache = attention.causal(
       q, k, v, positions, mask, start, cache, slots, block=c.attention_block
     )
-    out = nn.Dense(c.width, use_bias=c.o_bias, dtype=x.dtype, name="o")(out)
+    out = Dense(c.width, use_bias=c.o_bias, dtype=x.dtype, name="o")(out)
     return out, cache
 
 
@@ -145,7 +146,7 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x, positions, mask, start, cache, slots):
     c = self.config
-    dense = lambda size, name: nn.Dense(
+    dense = lambda size, name: Dense(
       size, use_bias=c.mlp_bias, dtype=x.dtype, name=name
     )
     y = Norm(c.norm_eps, name="attention_norm")(x)
