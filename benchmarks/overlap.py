@@ -22,10 +22,6 @@ above. Per case, and for decoding alone, scoring alone and both together:
            once, on one device or on two
 
 `busy.py` says how they are found, and what to set before a GPU is profiled.
-
-For a core per device on a CPU, keep operations off the shared threads:
-
-  XLA_FLAGS=--xla_cpu_multi_thread_eigen=false python -m benchmarks.overlap ...
 """
 
 import statistics

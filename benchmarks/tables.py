@@ -130,7 +130,39 @@ def update(load):
   yield source(result)
 
 
-TABLES = {"peers": peers, "arms": arms, "update": update}
+def overlap(load):
+  """What scoring costs beside decoding, and how busy the devices were."""
+  result = load("overlap")
+  lines = []
+  for placement, s in result["cases"].items():
+    both = s["busy"]["together"]
+    share = lambda seconds: f"{seconds / both['wall_s']:.2f}"  # noqa: B023
+    lines.append(
+      (
+        placement,
+        f"{s['decode_s']:.2f}",
+        f"{s['score_s']:.2f}",
+        f"{s['together_s']:.2f}",
+        f"{s['hidden']:.2f}",
+        ", ".join(map(share, both["busy_s"].values())),
+        share(both["shared_s"]),
+      )
+    )
+  header = (
+    "placement",
+    "decode s",
+    "score s",
+    "together s",
+    "hidden",
+    "busy, by device",
+    "two at once",
+  )
+  yield from rows(header, lines)
+  yield ""
+  yield source(result)
+
+
+TABLES = {"peers": peers, "arms": arms, "overlap": overlap, "update": update}
 
 
 def load(name):
