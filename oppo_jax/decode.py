@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from oppo_jax import ops, types
+from oppo_jax import inverse_cdf, ops, types
 from oppo_jax.models import base
 from oppo_jax.types import Slots
 
@@ -97,7 +97,7 @@ def sample(
   else:
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     keys = jax.vmap(jax.random.fold_in)(fold(run_key, uid), position)
-    tokens = jax.vmap(jax.random.categorical)(keys, choices)
+    tokens = inverse_cdf.draw(choices, keys)
   tokens = jnp.where(force_eos, eos[0], tokens).astype(jnp.int32)
   shaped = ops.sampling_logits(
     logits, **distribution, keep=tokens

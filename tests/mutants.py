@@ -68,6 +68,20 @@ MUTANTS = (
     "oracle",
   ),
   Mutant(
+    "one random number for all digits of a draw",
+    "inverse_cdf.py",
+    "_digit(below, u[:, place])",
+    "_digit(below, u[:, 0])",
+    "inverse_cdf",
+  ),
+  Mutant(
+    "what has no probability is drawn where a sum begins",
+    "inverse_cdf.py",
+    "jnp.argmax(has_mass & (up_to",
+    "jnp.argmax((up_to",
+    "inverse_cdf",
+  ),
+  Mutant(
     "keys of the slot instead of the uid",
     "decode.py",
     "    pick(slots.uid),\n    length,",

@@ -67,7 +67,7 @@ class Sampler:
     top_p: 1 = off.
     eos_ids: token ids that end a response; the first one is forced.
     max_response_len: R.
-    noise: (uid, position) -> Gumbel noise [V].
+    noise: (uid, position) -> a random number in (0, 1].
     margin: how close the closest decision was to falling the other way. An
       engine that rounds may decide otherwise where this is tiny.
   """
@@ -77,7 +77,7 @@ class Sampler:
   top_p: float
   eos_ids: tuple[int, ...]
   max_response_len: int
-  noise: Callable[[int, int], np.ndarray]
+  noise: Callable[[int, int], float]
   margin: float = np.inf
 
   def decide(self, *distances: float) -> None:
@@ -121,10 +121,13 @@ class Sampler:
       choices = self.shaped(logits)
       if row.target_len and length < row.target_len:
         choices[list(self.eos_ids)] = -np.inf
-      noisy = choices + self.noise(row.uid, len(row.sequence))
-      token = int(np.argmax(noisy))
-      second, first = np.sort(noisy)[-2:]
-      self.decide(first - second if first > -np.inf else 0.0)
+      # The first token up to which that much of the probability lies.
+      u = self.noise(row.uid, len(row.sequence))
+      probs = np.exp(choices - choices.max())
+      probs /= probs.sum()
+      token = int(np.argmax((probs > 0) & (np.cumsum(probs) >= u)))
+      before = probs[:token].sum()
+      self.decide(u - before, u - before - probs[token])
     # Forcing changes what is drawn, not the distribution that is asked.
     row.logprobs.append(self.logprobs(logits, token)[token])
     row.response.append(token)

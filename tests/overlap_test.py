@@ -16,7 +16,7 @@ import pytest
 import tiny
 from compare import assert_close, assert_exact
 
-from oppo_jax import flight, metrics, overlap, packing
+from oppo_jax import flight, inverse_cdf, metrics, overlap, packing
 from oppo_jax.algos import microbatch, ppo
 
 NUM_STEPS = 7
@@ -255,8 +255,8 @@ def test_a_row_is_a_function_of_seed_uid_and_policy_versions(
   key = jax.random.key(tiny.RUN_KEY_SEED)
   fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
   redraw = jax.jit(
-    lambda uid, column, logits: jax.vmap(jax.random.categorical)(
-      jax.vmap(jax.random.fold_in)(fold(key, uid), column), logits
+    lambda uid, column, logits: inverse_cdf.draw(
+      logits, jax.vmap(jax.random.fold_in)(fold(key, uid), column)
     )
   )
   for batch in streamed.batches:
