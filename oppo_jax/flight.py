@@ -57,6 +57,7 @@ class Fns(NamedTuple):
   """
 
   init: Callable
+  new_cache: Callable
   admit: Callable
   prefill: Callable
   decode_chunk: Callable
@@ -87,7 +88,7 @@ class OverlapState:
 
   Attributes:
     slots: the buffer.
-    cache: policy cache.
+    cache: policy cache; None while an update runs that makes it stale.
     scorers: by name.
     uid: host's copy of `slots.uid`.
     prompt_len: host's copy of `slots.prompt_len`.
@@ -99,7 +100,7 @@ class OverlapState:
   """
 
   slots: types.Slots
-  cache: types.KVCache
+  cache: types.KVCache | None
   scorers: dict[str, types.ScorerState]
   uid: np.ndarray  # [S] int32
   prompt_len: np.ndarray  # [S] int32
@@ -198,26 +199,61 @@ def admit(
   )
 
 
+def _stale(sizes: Sizes, names) -> set[str]:
+  """What an update makes worthless, of frontiers by name.
+
+  Reward model and reference are frozen: what they have scored stays, unless
+  rows start again.
+  """
+  if sizes.restarts:
+    return set(names)
+  stale = {"policy"}  # its log-probs are those at the start of the update
+  if not sizes.keep_policy_cache:
+    stale |= {POLICY_CACHE}
+  if not sizes.keep_critic_cache:
+    stale |= {"critic"}
+  return stale & set(names)
+
+
+def before_update(fns: Fns, state: OverlapState) -> OverlapState:
+  """Gives the memory of caches back that the coming update makes stale.
+
+  They are deleted, whoever holds them: an update needs its memory just then.
+  """
+  stale = _stale(fns.sizes, state.frontier)
+  free = lambda cache: jax.tree.map(lambda x: x.delete(), cache)
+  cache, scorers = state.cache, dict(state.scorers)
+  if POLICY_CACHE in stale:
+    free(cache)
+    cache = None
+  for name in stale & set(scorers):
+    free(scorers[name].cache)
+    scorers[name] = scorers[name].replace(cache=None)
+  return dataclasses.replace(state, cache=cache, scorers=scorers)
+
+
 def after_update(fns: Fns, state: OverlapState) -> OverlapState:
   """Forgets what the previous policy and critic had cached of deferred rows.
 
-  Reward model and reference are frozen: what they have scored stays. Restarting
-  rows (already cut back on the device by `harvest`) are scored from the start.
+  Restarting rows (already cut back on the device by `harvest`) are scored from
+  the start. What `before_update` gave back is there again, empty.
   """
-  s = fns.sizes
-  stale = set()
-  if not s.keep_policy_cache:
-    stale |= {POLICY_CACHE}
-  if not s.keep_critic_cache:
-    stale |= {"critic"}
-  stale |= {"policy"}  # its log-probs are those at the start of the update
-  if s.restarts:
-    stale = set(state.frontier)
+  stale = _stale(fns.sizes, state.frontier)
+  if fns.sizes.restarts:
     state = dataclasses.replace(
       state, length=state.prompt_len, done=np.zeros_like(state.done)
     )
+  cache, scorers = state.cache, dict(state.scorers)
+  if cache is None:
+    cache = fns.new_cache(POLICY_CACHE)
+  for name, scorer in scorers.items():
+    if scorer.cache is None:
+      new = fns.for_scorers(fns.new_cache(name))
+      scorers[name] = scorer.replace(cache=new)
   frontier = {
     name: np.zeros_like(v) if name in stale else v
     for name, v in state.frontier.items()
   }
-  return dataclasses.replace(state, frontier=frontier)
+  return dataclasses.replace(
+    state, cache=cache, scorers=scorers, frontier=frontier
+  )

@@ -54,6 +54,8 @@ def make_fns(
 
   | function     | static     | donated       | compiles                       |
   |--------------|------------|---------------|--------------------------------|
+  | init         | -          | -             | 1                              |
+  | new_cache    | name       | -             | 1 per cache that goes stale    |
   | admit        | -          | slots         | 1                              |
   | prefill      | -          | cache         | 1                              |
   | decode_chunk | chunk_size | slots, cache  | 1 ("while": C is traced), or   |
@@ -87,12 +89,16 @@ def make_fns(
   select = functools.partial(slots.select, **rule)
   tile = dict(tile_len=sizes.tile.length)
 
+  def new_cache(name):
+    model = policy if name == flight.POLICY_CACHE else scorers[name]
+    columns = score.cache_len(sizes.row_len, sizes.tile.length)
+    return model.init_cache(sizes.num_slots, columns)
+
   def init():
     sized = dict(num_slots=sizes.num_slots, row_len=sizes.row_len, **tile)
-    columns = score.cache_len(sizes.row_len, sizes.tile.length)
     return (
       slots.init(sizes.num_slots, sizes.row_len),
-      policy.init_cache(sizes.num_slots, columns),
+      new_cache(flight.POLICY_CACHE),
       {name: score.init(model, **sized) for name, model in scorers.items()},
     )
 
@@ -145,6 +151,7 @@ def make_fns(
   on_gpu = jax.default_backend() == "gpu"
   return Fns(
     init=jax.jit(init),
+    new_cache=jax.jit(new_cache, static_argnames="name"),
     admit=jax.jit(slots.admit, donate_argnums=0),
     prefill=jax.jit(
       functools.partial(score.prefill, model=policy, **tile), donate_argnums=1

@@ -258,7 +258,7 @@ def learn(
   *,
   began: float,
 ) -> tuple[RunState, Done]:
-  """Updates on what was collected; `state.train` is used up.
+  """Updates on what was collected; uses up `state.train` and `got.in_flight`.
 
   Args:
     config: validated.
@@ -268,6 +268,7 @@ def learn(
     timers: gets "update", and is emptied.
     began: `time.perf_counter()` when the step began.
   """
+  in_flight = flight.before_update(s.fns, got.in_flight)
   with timers("update"):
     plan = plan_of(config, got.rollout.row_len, state.step)
     train, seen = s.fns.update(state.train, got.on_device, plan)
@@ -281,7 +282,7 @@ def learn(
   after = dataclasses.replace(
     state,
     step=state.step + 1,
-    in_flight=flight.after_update(s.fns, got.in_flight),
+    in_flight=flight.after_update(s.fns, in_flight),
     train=train,
     controllers=state.controllers.observe(
       delta.StepObservation(mean_score, did.deferred, step_s),

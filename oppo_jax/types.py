@@ -105,13 +105,14 @@ class ScorerState:
   (`flight.OverlapState.frontier`): it decides which tiles run.
 
   Attributes:
-    cache: keys and values of the scored prefix of every slot.
+    cache: keys and values of the scored prefix of every slot; None while an
+      update runs that makes it stale.
     outputs: column p holds the scorer's word on the prefix [0, p]: the critic's
       value, the reward model's score, or the log-prob of the token in column
       p + 1. Columns beyond the scored prefix are garbage.
   """
 
-  cache: KVCache
+  cache: KVCache | None
   outputs: jax.Array  # [S, L] float32
 
 

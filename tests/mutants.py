@@ -335,8 +335,8 @@ MUTANTS = (
   Mutant(
     "start log-probs of a deferred row survive the update",
     "flight.py",
-    '  stale |= {"policy"}',
-    "  stale |= set()",
+    '  stale = {"policy"}',
+    "  stale = set()",
     "oracle",
   ),
   Mutant(

@@ -55,6 +55,7 @@ ONCE = {
   "append reward": 1,
   "harvest": 1,
   "update": 1,
+  "new_cache": 2,  # of what an update makes stale: policy and critic
   "cast": 2,  # policy and critic are trees of other shapes
 }
 

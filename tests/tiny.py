@@ -326,6 +326,7 @@ def train(
       width=sizes.row_len,
       micro_rows=2,
     )
+    in_flight = flight.before_update(fns, in_flight)
     state, seen = fns.update(state, batch, plan)
     run.seen.append(metrics.fetch(seen))
     in_flight = flight.after_update(fns, in_flight)

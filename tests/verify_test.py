@@ -11,7 +11,6 @@ import json
 import pathlib
 
 import jax
-import numpy as np
 import pytest
 
 from configs import ablation
@@ -152,13 +151,9 @@ def test_a_batch_that_ends_with_its_chunk_is_found(bench, monkeypatch):
 
 def test_a_stale_policy_cache_is_found(bench, monkeypatch):
   """It is stale in every way to run: only the plain forward pass can tell."""
+  stale = flight._stale
   monkeypatch.setattr(
-    flight,
-    "after_update",
-    lambda fns, state: dataclasses.replace(
-      state,
-      frontier=state.frontier | {"critic": np.zeros_like(state.length)},
-    ),
+    flight, "_stale", lambda *args: stale(*args) - {flight.POLICY_CACHE}
   )
   rows = broken(rows_of(bench(), "G1"))
   assert [row.part for row in rows] == ["behavior_logprobs"]

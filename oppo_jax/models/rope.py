@@ -70,9 +70,7 @@ def rotate(x, positions, *, theta, scaling=None):
   """Rotates pairs (i, i + half) of each head by position * theta^(-i / half).
 
   x: [rows, C, heads, dim], positions: [rows, C]. Su et al. 2021, in the
-  half-split pairing of the Hugging Face checkpoints:
-
-    (a, b) * (cos, cos) + (b, a) * (-sin, sin)
+  half-split pairing of the Hugging Face checkpoints.
   """
   half = x.shape[-1] // 2
   if scaling is None:
@@ -83,7 +81,9 @@ def rotate(x, positions, *, theta, scaling=None):
   cos, sin = jnp.cos(angle), jnp.sin(angle)  # [rows, C, 1, half]
   if scaling is not None:
     cos, sin = (y * scaling.attention_factor for y in (cos, sin))
-  twice = lambda first, second: jnp.concatenate([first, second], axis=-1)
-  y = x.astype(jnp.float32)
-  y = y * twice(cos, cos) + jnp.roll(y, half, axis=-1) * twice(-sin, sin)
-  return y.astype(x.dtype)
+  a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+  # Written in place: XLA puts a concatenation together element by element.
+  rotated = jnp.zeros(x.shape, jnp.float32)
+  rotated = rotated.at[..., :half].set(a * cos - b * sin)
+  rotated = rotated.at[..., half:].set(b * cos + a * sin)
+  return rotated.astype(x.dtype)
