@@ -166,6 +166,7 @@ def micro_rows(config: ml_collections.ConfigDict) -> int:
     config.optim.micro_rows,
     jax.default_backend(),
     width=config_lib.pack_width(config),
+    mlp_dim=config.model.get("mlp_dim"),
   )
 
 

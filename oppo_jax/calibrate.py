@@ -78,7 +78,10 @@ def read(workdir: str) -> Run:
         num_epochs=config["algo"]["num_epochs"],
         num_minibatches=config["algo"]["num_minibatches"],
         micro_rows=auto.micro_rows(
-          config["optim"]["micro_rows"], backend, width=width
+          config["optim"]["micro_rows"],
+          backend,
+          width=width,
+          mlp_dim=config["model"].get("mlp_dim"),
         ),
         width=width,
       ),

@@ -14,7 +14,7 @@ def test_what_was_asked_for_is_kept(backend):
   assert auto.decode_rows(3, backend) == 3
   assert auto.attention_block(0, backend) == 0
   assert auto.attention_block(7, backend) == 7
-  assert auto.micro_rows(5, backend, width=100) == 5
+  assert auto.micro_rows(5, backend, width=100, mlp_dim=None) == 5
   assert auto.dispatch("fused", backend) == "fused"
   assert auto.dispatch("separate", backend) == "separate"
 
@@ -34,10 +34,20 @@ def test_only_a_cpu_decodes_a_few_rows_at_a_time():
   assert auto.decode_rows(-1, "gpu") == auto.decode_rows(-1, "tpu") == 0
 
 
-@pytest.mark.parametrize(("width", "rows"), [(64, 4), (100, 2), (2304, 1)])
-def test_a_micro_batch_on_a_cpu_holds_few_tokens(width, rows):
-  assert auto.micro_rows(0, "cpu", width=width) == rows
-  assert auto.micro_rows(0, "gpu", width=width) == 8
+@pytest.mark.parametrize(
+  ("width", "mlp_dim", "rows"),
+  [
+    (64, 1024, 4),
+    (100, 1024, 2),
+    (2304, 1024, 1),
+    (64, None, 4),
+    (64, 256, 16),
+  ],
+)
+def test_a_micro_batch_on_a_cpu_fits_its_caches(width, mlp_dim, rows):
+  sizes = dict(width=width, mlp_dim=mlp_dim)
+  assert auto.micro_rows(0, "cpu", **sizes) == rows
+  assert auto.micro_rows(0, "gpu", **sizes) == 8
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])

@@ -394,6 +394,7 @@ def test_a_run_gives_its_rules_lengths_scores_and_costs(tmp_path):
       target_lengths_path="",
     ),
     "algo": dict(num_epochs=2, num_minibatches=1),
+    "model": {},
     "optim": dict(micro_rows=1, pack_width=0),
     "score": dict(tile_rows=1, tile_len=4),
     "reward": dict(model_weight=0.5, rule_weight=1.0, rules=dict(length=0.1)),
