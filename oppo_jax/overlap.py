@@ -88,14 +88,13 @@ def make_fns(
   )
   select = functools.partial(slots.select, **rule)
   tile = dict(tile_len=sizes.tile.length)
+  sized = dict(num_slots=sizes.num_slots, row_len=sizes.row_len, **tile)
 
   def new_cache(name):
     model = policy if name == flight.POLICY_CACHE else scorers[name]
-    columns = score.cache_len(sizes.row_len, sizes.tile.length)
-    return model.init_cache(sizes.num_slots, columns)
+    return score.init_cache(model, **sized)
 
   def init():
-    sized = dict(num_slots=sizes.num_slots, row_len=sizes.row_len, **tile)
     return (
       slots.init(sizes.num_slots, sizes.row_len),
       new_cache(flight.POLICY_CACHE),

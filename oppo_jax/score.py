@@ -133,11 +133,20 @@ def prefill_append(
   )
 
 
+def init_cache(
+  model: base.Model, *, num_slots: int, row_len: int, tile_len: int
+) -> types.KVCache:
+  """A cache of whole tiles that holds nothing."""
+  return model.init_cache(num_slots, cache_len(row_len, tile_len))
+
+
 def init(
   model: base.Model, *, num_slots: int, row_len: int, tile_len: int
 ) -> types.ScorerState:
   """A scorer that has seen nothing."""
   return types.ScorerState(
-    cache=model.init_cache(num_slots, cache_len(row_len, tile_len)),
+    cache=init_cache(
+      model, num_slots=num_slots, row_len=row_len, tile_len=tile_len
+    ),
     outputs=jnp.zeros((num_slots, row_len), jnp.float32),
   )

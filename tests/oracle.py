@@ -426,7 +426,6 @@ def losses(
   loss -= config.entropy_coef * join(entropy).mean()
   per_response = lambda x: np.mean([np.sum(y) for y in x])
   mean_score, mean_kl = np.mean(fixed.scores), per_response(fixed.kl)
-  var, unexplained = np.var(returns), np.var(returns - before)
   return {
     "loss": loss,
     "loss/policy_avg": policy_loss.mean(),
@@ -438,13 +437,19 @@ def losses(
     "policy/ratio_first": np.abs(ratio - 1).max(),
     "val/ratio": ratio.mean(),
     "val/clipfrac_avg": np.mean(clipped > unclipped),
-    "val/explained_variance": 1 - unexplained / var if var > 0 else 0.0,
+    "val/explained_variance": explained_variance(returns, before),
     "objective/kl": mean_kl,
     "objective/entropy": per_response([-x for x in fixed.denominator]),
     "objective/scores": mean_score,
     "objective/rlhf_reward": mean_score - kl_coef * mean_kl,
     "objective/kl_coef": kl_coef,
   }
+
+
+def explained_variance(returns, values):
+  """The share of the returns' variance that values of the rollout explain."""
+  var = np.var(returns)
+  return 1 - np.var(returns - values) / var if var > 0 else 0.0
 
 
 def next_kl_coef(kl_coef, mean_kl, num_responses, config):
