@@ -125,6 +125,20 @@ def report(
   }
 
 
+def idle(
+  data: jax.profiler.ProfileData, within: Iterable[str] = (_WHOLE,)
+) -> float:
+  """Share of `within`, see `report`, in which no device executed anything."""
+  wall = windows(data, within)
+  run = [
+    part
+    for intervals in devices(data).values()
+    for one in intervals
+    for part in _within(one, wall)
+  ]
+  return 1 - length(merged(run)) / length(wall)
+
+
 def shares(of: dict[str, Any]) -> str:
   """A report in a line for people, as shares of its wall time."""
   parts = {**of["busy_s"], "shared": of["shared_s"]}

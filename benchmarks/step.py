@@ -11,9 +11,10 @@ have B slots, `inter` and `oppo` B + delta.
 
 Each step's wall time is split into decode (until the batch is complete; tiles
 scored meanwhile included), score (what was left to score), update, and host
-(the rest); cpu_s is CPU time of all threads. `python` is the share of the step
-in which the host did not wait for the device: what the device waits for Python
-cannot be more.
+(the rest); cpu_s is CPU time of all threads. Two shares of a step say what
+Python costs: in `python` the host did not wait for the device, but the device
+may have been at work; in `idle` no device executed anything. That takes a
+profile, of --profiled more steps.
 """
 
 import statistics
@@ -21,7 +22,7 @@ import sys
 
 from absl import app, flags
 
-from benchmarks import bench
+from benchmarks import bench, busy
 
 _WORKLOADS = flags.DEFINE_list("workloads", ["lognormal"], "See bench.py.")
 _ARMS = flags.DEFINE_list(
@@ -35,6 +36,7 @@ _PROMPT = flags.DEFINE_integer("prompt_len", 32, "P, tokens.")
 _RESPONSE = flags.DEFINE_integer("response_len", 256, "R, tokens.")
 _STEPS = flags.DEFINE_integer("steps", 8, "Measured steps per arm.")
 _WARM_UP = flags.DEFINE_integer("warm_up", 3, "Steps before.")
+_PROFILED = flags.DEFINE_integer("profiled", 0, "Further steps, for `idle`.")
 _SET = flags.DEFINE_list("set", [], "Config keys: score.tile_len=64, ...")
 _OUT = flags.DEFINE_string("out", None, "JSON file for the result.")
 
@@ -54,7 +56,7 @@ def overrides():
 
 
 def run(workload):
-  """Raw rows of every arm, in the order in which they ran."""
+  """Raw rows of every arm, in the order in which they ran, and idle shares."""
   num = (_STEPS.value + _WARM_UP.value + 1) * _BATCH_SIZE.value + _DELTA.value
   lengths = bench.lengths_of(workload, limit=_RESPONSE.value, num=num)
   arms = {
@@ -79,10 +81,14 @@ def run(workload):
       row = arm.step()
       if index >= _WARM_UP.value:
         rows[name].append(row)
-  return rows
+  idle = {name: [] for name in arms}
+  for _ in range(_PROFILED.value):
+    for name, arm in arms.items():
+      idle[name].append(busy.idle(busy.profile(arm.step)))
+  return rows, idle
 
 
-def summary(rows):
+def summary(rows, idle):
   """Medians over the steps of one arm; ticks and tokens as means."""
   median = lambda of: statistics.median(map(of, rows))
   mean = lambda key: statistics.mean(r[key] for r in rows)
@@ -99,6 +105,7 @@ def summary(rows):
         r["wall_s"] - sum(r[p.removesuffix("_s") + "_wait_s"] for p in phases)
       )
     ),
+    "idle": statistics.median(idle) if idle else None,
     "ticks": mean("overlap/ticks"),
     "tokens": mean("tokens/trained"),
     "staleness": mean("overlap/staleness_mean"),
@@ -116,17 +123,18 @@ def table(workload, arms):
   )
   yield (
     f"{'arm':9s} {'wall s':>7s} {'CPU s':>7s} {'decode':>7s} {'score':>7s}"
-    f" {'update':>7s} {'host':>7s} {'python':>7s} {'ticks':>6s} {'tok/s':>7s}"
-    f" {'speed':>6s} {'stale':>6s}"
+    f" {'update':>7s} {'host':>7s} {'python':>7s} {'idle':>6s} {'ticks':>6s}"
+    f" {'tok/s':>7s} {'speed':>6s} {'stale':>6s}"
   )
   first = next(iter(arms.values()))
   for name, s in arms.items():
     # Steps are unequal, so speed is tokens trained per second.
     speed = s["tokens_per_s"] / first["tokens_per_s"]
+    idle = "-" if s["idle"] is None else f"{s['idle']:.1%}"
     yield (
       f"{name:9s} {s['mean_wall_s']:7.3f} {s['mean_cpu_s']:7.3f}"
       f" {s['decode_s']:7.3f} {s['score_s']:7.3f} {s['update_s']:7.3f}"
-      f" {s['host_s']:7.3f} {s['python_s'] / s['wall_s']:7.1%}"
+      f" {s['host_s']:7.3f} {s['python_s'] / s['wall_s']:7.1%} {idle:>6s}"
       f" {s['ticks']:6.1f} {s['tokens_per_s']:7.0f}"
       f" {speed:5.2f}x {s['staleness']:6.2f}"
     )
@@ -136,9 +144,13 @@ def main(argv):
   del argv
   result = bench.conditions() | {"workloads": {}}
   for workload in _WORKLOADS.value:
-    rows = run(workload)
-    arms = {name: summary(r) for name, r in rows.items()}
-    result["workloads"][workload] = {"arms": arms, "raw": rows}
+    rows, idle = run(workload)
+    arms = {name: summary(rows[name], idle[name]) for name in rows}
+    result["workloads"][workload] = {
+      "arms": arms,
+      "raw": rows,
+      "raw_idle": idle,
+    }
     sys.stdout.write("\n".join(table(workload, arms)) + "\n\n")
     sys.stdout.flush()
   if _OUT.value:

@@ -145,6 +145,14 @@ def make_fns(
     chunk = decode_chunk(params, buffer, cache, version, run_key, chunk_size)
     return *chunk, states
 
+  as_bfloat16 = jax.jit(
+    lambda params: jax.tree.map(lambda x: x.astype("bfloat16"), params)
+  )
+
+  def cast(params):
+    """What rollouts compute with: in bfloat16 a copy, one per update."""
+    return params if policy.dtype == "float32" else as_bfloat16(params)
+
   is_static = ("chunk_size",) if sizes.decode_loop == "fori" else ()
   is_fused = dispatch == "fused" and bool(scorers)
   on_gpu = jax.default_backend() == "gpu"
@@ -172,10 +180,7 @@ def make_fns(
     else None,
     harvest=jax.jit(harvest, donate_argnums=0),
     update=jax.jit(algorithm.update, donate_argnums=0) if algorithm else None,
-    # bfloat16 runs compute with a copy cast once per update, not per use.
-    cast=jax.jit(
-      lambda params: jax.tree.map(lambda x: x.astype(policy.dtype), params)
-    ),
+    cast=cast,
     sizes=sizes,
     devices=devices,
   )

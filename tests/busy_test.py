@@ -82,6 +82,9 @@ def test_a_gpu_is_busy_where_a_stream_is():
     "busy_s": {"gpu:0": pytest.approx(7e-6), "gpu:1": 0},  # 1 to 6, 8 to 10
     "double_s": {"gpu:0": pytest.approx(1e-6), "gpu:1": 0},
   }
+  assert busy.idle(data, ("time/decode",)) == pytest.approx(0.3)
+  # 0 to 1, 6 to 8, 13 to 20: a gap of one device counts if the other has it.
+  assert busy.idle(data, ("time/decode", "time/score")) == pytest.approx(0.5)
   both = busy.report(data, ("time/decode", "time/score"))
   assert both["shared_s"] == pytest.approx(2e-6)  # and 11 to 12
   assert both["double_s"]["gpu:0"] == pytest.approx(1e-6)
@@ -107,6 +110,8 @@ def test_a_host_device_is_told_by_what_its_operations_say():
       event("dot", 13, 14, **said(1, 10, 5)),
     ],
   )
+  # 0 to 1, 9 to 12, 15 to 20
+  assert busy.idle(profile_of(host), ("time/decode",)) == pytest.approx(0.45)
   assert busy.report(profile_of(host), ("time/decode",)) == {
     "wall_s": pytest.approx(20e-6),
     "shared_s": pytest.approx(1e-6),  # 13 to 14
@@ -129,6 +134,7 @@ def test_a_real_call_is_busy_for_part_of_its_time():
   data = busy.profile(call)
   whole = busy.report(data)
   assert 0 < whole["busy_s"]["cpu:0"] <= whole["wall_s"]
+  assert 0 <= busy.idle(data) < 1
   decode, score = (
     busy.report(data, (f"time/{phase}",)) for phase in ("decode", "score")
   )

@@ -12,7 +12,7 @@ import tiny
 from compare import assert_close, assert_exact
 
 from oppo_jax import models
-from oppo_jax.models import dense
+from oppo_jax.models import dense, rope, rowwise
 
 # What published families differ in.
 VARIANTS = {
@@ -162,12 +162,61 @@ def test_cached_appends_of_any_decoder_equal_a_forward(make, block):
   check_appends(model, tiny.params(model, 0))
 
 
-def test_the_product_of_a_dense_layer_has_the_gradient_of_a_product():
-  draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
-  x, kernel, dy = draw(0, 2, 5, 3), draw(1, 3, 4), draw(2, 2, 5, 4)
-  gradient = lambda fn: jax.vjp(fn, x, kernel)[1](dy)
-  assert_exact(dense.product(x, kernel), x @ kernel)
-  assert_close(gradient(dense.product), gradient(jnp.matmul))
+def draw(seed, *shape):
+  return jax.random.normal(jax.random.key(seed), shape)
+
+
+def plain_rms_norm(x, scale):
+  y = x.astype(jnp.float32)
+  y = y / jnp.sqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-2)
+  return (y * scale).astype(x.dtype)
+
+
+HAND_WRITTEN = {  # ours, what it computes, shapes of the arguments
+  "dense": (dense.product, jnp.matmul, [(2, 5, 3), (3, 4)]),
+  "norm": (
+    lambda *args: rowwise.rms_norm(*args, 1e-2),
+    plain_rms_norm,
+    [(2, 5, 3), (3,)],
+  ),
+  "softmax": (rowwise.softmax, jax.nn.softmax, [(2, 5, 3)]),
+}
+
+
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+def test_a_derivative_written_out_is_the_derivative(name):
+  ours, plain, shapes = HAND_WRITTEN[name]
+  args = [draw(i, *shape) for i, shape in enumerate(shapes)]
+  want, backward = jax.vjp(plain, *args)
+  got, our_backward = jax.vjp(ours, *args)
+  assert_close(got, want)
+  dy = draw(9, *want.shape)
+  assert_close(our_backward(dy), backward(dy))
+
+
+def test_a_norm_of_bfloat16_is_computed_in_float32_and_says_bfloat16():
+  x, scale, dy = (
+    draw(0, 4, 64).astype(jnp.bfloat16),
+    draw(1, 64),
+    draw(2, 4, 64),
+  )
+  norm = lambda x, scale: rowwise.rms_norm(x, scale, 1e-2)
+  got, backward = jax.vjp(norm, x, scale)
+  assert_exact(got, plain_rms_norm(x, scale))
+  dx, dscale = backward(dy.astype(jnp.bfloat16))
+  assert (dx.dtype, dscale.dtype) == (jnp.bfloat16, jnp.float32)
+  want = jax.vjp(plain_rms_norm, x, scale)[1](dy.astype(jnp.bfloat16))
+  assert_close((dx, dscale), want)
+
+
+def test_the_turns_of_a_position_are_its_cosines_and_sines():
+  positions = np.array([[0, 3, 63], [5, 5, 70]])  # 70: beyond the row, so 63
+  cos, sin = rope.turns(positions, 64, 6, theta=100.0)
+  angle = np.minimum(positions, 63)[..., None, None] / 100.0 ** (
+    np.arange(3) / 3
+  )
+  assert_close(cos, np.cos(angle).astype(np.float32))
+  assert_close(sin, np.sin(angle).astype(np.float32))
 
 
 def test_packed_rows_see_their_own_segment_only(make):

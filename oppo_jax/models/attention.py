@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from oppo_jax.models import remat
+from oppo_jax.models import remat, rowwise
 
 MASKED = -1e30  # finite, so that a row with every key masked stays finite
 QUERY_BLOCKS = 4  # without a cache; more save little and compile longer
@@ -44,7 +44,7 @@ def attend(q, k, v, mask):
     "rckgd,rkld->rkgcl", q, k, preferred_element_type=jnp.float32
   )
   scores = jnp.where(mask, scores * q.shape[-1] ** -0.5, MASKED)
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+  weights = rowwise.softmax(scores).astype(v.dtype)
   return jnp.einsum("rkgcl,rkld->rckgd", weights, v)
 
 

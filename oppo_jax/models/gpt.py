@@ -9,9 +9,8 @@ import dataclasses
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax import lax
 
-from oppo_jax.models import attention, remat, rope, transformer
+from oppo_jax.models import attention, remat, rope, rowwise, transformer
 from oppo_jax.models.dense import Dense
 from oppo_jax.schema import BOOL, choice, integer, number
 
@@ -121,15 +120,14 @@ class Norm(nn.Module):
     bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
     y = x.astype(jnp.float32)
     y = y - jnp.mean(y, axis=-1, keepdims=True)
-    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-    return (y * scale + bias).astype(x.dtype)
+    return (rowwise.rms_norm(y, scale, self.eps) + bias).astype(x.dtype)
 
 
 class Attention(nn.Module):
   config: Config
 
   @nn.compact
-  def __call__(self, x, positions, mask, start, cache, slots):
+  def __call__(self, x, positions, turns, mask, start, cache, slots):
     c = self.config
     dense = lambda size, name: Dense(
       size, use_bias=c.attention_bias, dtype=x.dtype, name=name
@@ -140,7 +138,7 @@ class Attention(nn.Module):
 
     def turn(x):
       a, rest = x[..., : c.rotary_dim], x[..., c.rotary_dim :]
-      a = rope.rotate(a, positions, theta=c.rope_theta)
+      a = rope.rotate(a, *turns)
       return jnp.concatenate([a, rest], axis=-1)
 
     if c.rotary_dim:
@@ -155,12 +153,12 @@ class Block(nn.Module):
   config: Config
 
   @nn.compact
-  def __call__(self, x, positions, mask, start, cache, slots):
+  def __call__(self, x, positions, turns, mask, start, cache, slots):
     c = self.config
     dense = lambda size, name: Dense(size, dtype=x.dtype, name=name)
     y = Norm(c.norm_eps, name="attention_norm")(x)
     y, cache = Attention(c, name="attention")(
-      y, positions, mask, start, cache, slots
+      y, positions, turns, mask, start, cache, slots
     )
     stream = remat.keep(x + y)
     y = x if c.parallel_residual else stream
@@ -191,14 +189,19 @@ class Decoder(nn.Module):
       self.out = self.param("out", init, (c.width, c.vocab_size))
 
   def hidden(self, tokens, positions, mask, start=None, cache=None, slots=None):
+    c = self.config
     x = self.embedding[tokens]  # [rows, C, D]
-    if self.config.num_positions:
+    if c.num_positions:
       x = x + self.position_embedding[positions]
-    x = x.astype(self.config.dtype)
+    x = x.astype(c.dtype)
+    turns = None
+    if c.rotary_dim:
+      row_len = tokens.shape[1] if cache is None else cache[0][0].shape[2]
+      turns = rope.turns(positions, row_len, c.rotary_dim, theta=c.rope_theta)
     new_cache = []
     for i, layer in enumerate(self.layers):
       pair = None if cache is None else cache[i]
-      x, pair = layer(x, positions, mask, start, pair, slots)
+      x, pair = layer(x, positions, turns, mask, start, pair, slots)
       new_cache.append(pair)
     return self.norm(x), tuple(new_cache)
 

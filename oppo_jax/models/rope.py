@@ -66,21 +66,40 @@ def frequencies(half: int, *, theta: float, scaling: Scaling) -> np.ndarray:
   return (plain * (kept + (1 - kept) / scaling.factor)).astype(np.float32)
 
 
-def rotate(x, positions, *, theta, scaling=None):
-  """Rotates pairs (i, i + half) of each head by position * theta^(-i / half).
+def turns(positions, row_len, dim, *, theta, scaling=None):
+  """Cosine and sine of position * theta^(-i / half), [rows, C, 1, half] each.
 
-  x: [rows, C, heads, dim], positions: [rows, C]. Su et al. 2021, in the
-  half-split pairing of the Hugging Face checkpoints.
+  They are read from a table of all positions, a constant of the program: a
+  cosine XLA would fuse into its uses, and compute in every head of every layer.
+
+  Args:
+    positions: [rows, C], below row_len.
+    row_len: columns of a row.
+    dim: of a head, or what of it is rotated; half = dim / 2.
+    theta: base of the frequencies.
+    scaling: how they were changed, None = not.
   """
-  half = x.shape[-1] // 2
+  half = dim // 2
   if scaling is None:
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = (theta ** (-np.arange(half) / half)).astype(np.float32)
   else:
     frequency = frequencies(half, theta=theta, scaling=scaling)
-  angle = positions[..., None, None].astype(jnp.float32) * frequency
-  cos, sin = jnp.cos(angle), jnp.sin(angle)  # [rows, C, 1, half]
-  if scaling is not None:
-    cos, sin = (y * scaling.attention_factor for y in (cos, sin))
+  angle = np.arange(row_len, dtype=np.float32)[:, None] * frequency
+  factor = np.float32(1.0 if scaling is None else scaling.attention_factor)
+
+  def read(table):
+    return jnp.asarray(table).at[positions].get(mode="clip")[:, :, None]
+
+  return read(np.cos(angle) * factor), read(np.sin(angle) * factor)
+
+
+def rotate(x, cos, sin):
+  """Rotates pairs (i, i + half) of each head by the angles of `turns`.
+
+  x: [rows, C, heads, dim]. Su et al. 2021, in the half-split pairing of the
+  Hugging Face checkpoints.
+  """
+  half = x.shape[-1] // 2
   a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
   # Written in place: XLA puts a concatenation together element by element.
   rotated = jnp.zeros(x.shape, jnp.float32)

@@ -9,10 +9,9 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from oppo_jax import types
-from oppo_jax.models import attention, remat, rope
+from oppo_jax.models import attention, remat, rope, rowwise
 from oppo_jax.models.dense import Dense
 from oppo_jax.schema import BOOL, choice, integer, number
 
@@ -98,23 +97,21 @@ def conflicts(c):
 
 
 class Norm(nn.Module):
-  """x / rms(x) * scale, in float32 (Zhang & Sennrich 2019)."""
+  """See `rowwise.rms_norm`."""
 
   eps: float
 
   @nn.compact
   def __call__(self, x):
     scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-    y = x.astype(jnp.float32)
-    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-    return (y * scale).astype(x.dtype)
+    return rowwise.rms_norm(x, scale, self.eps)
 
 
 class Attention(nn.Module):
   config: Config
 
   @nn.compact
-  def __call__(self, x, positions, mask, start, cache, slots):
+  def __call__(self, x, positions, turns, mask, start, cache, slots):
     c = self.config
     rows, length, _ = x.shape
 
@@ -131,8 +128,7 @@ class Attention(nn.Module):
         Norm(c.norm_eps, name="q_norm")(q),
         Norm(c.norm_eps, name="k_norm")(k),
       )
-    turn = dict(theta=c.rope_theta, scaling=c.rope_scaling)
-    q, k = rope.rotate(q, positions, **turn), rope.rotate(k, positions, **turn)
+    q, k = rope.rotate(q, *turns), rope.rotate(k, *turns)
     out, cache = attention.causal(
       q, k, v, positions, mask, start, cache, slots, block=c.attention_block
     )
@@ -144,14 +140,14 @@ class Block(nn.Module):
   config: Config
 
   @nn.compact
-  def __call__(self, x, positions, mask, start, cache, slots):
+  def __call__(self, x, positions, turns, mask, start, cache, slots):
     c = self.config
     dense = lambda size, name: Dense(
       size, use_bias=c.mlp_bias, dtype=x.dtype, name=name
     )
     y = Norm(c.norm_eps, name="attention_norm")(x)
     y, cache = Attention(c, name="attention")(
-      y, positions, mask, start, cache, slots
+      y, positions, turns, mask, start, cache, slots
     )
     x = remat.keep(x + y)
     y = Norm(c.norm_eps, name="mlp_norm")(x)
@@ -181,11 +177,18 @@ class Decoder(nn.Module):
       self.out = self.param("out", init, (c.width, c.vocab_size))
 
   def hidden(self, tokens, positions, mask, start=None, cache=None, slots=None):
-    x = self.embedding[tokens].astype(self.config.dtype)  # [rows, C, D]
+    c = self.config
+    x = self.embedding[tokens].astype(c.dtype)  # [rows, C, D]
+    row_len = tokens.shape[1] if cache is None else cache[0][0].shape[2]
+    turns = rope.turns(
+      *(positions, row_len, c.head_dim),
+      theta=c.rope_theta,
+      scaling=c.rope_scaling,
+    )
     new_cache = []
     for i, layer in enumerate(self.layers):
       pair = None if cache is None else cache[i]
-      x, pair = layer(x, positions, mask, start, pair, slots)
+      x, pair = layer(x, positions, turns, mask, start, pair, slots)
       new_cache.append(pair)
     return self.norm(x), tuple(new_cache)
 
