@@ -57,7 +57,7 @@ COMMON = dict(
   micro_rows=[4],
   steps=1,
   lives=[512, 1280],
-  profiled_len=256,  # of responses: 421 kernels a tick are many events
+  profiled_len=256,  # of responses: 420 kernels a tick are many events
   # (model.attention_block, form): see `gpu_parts.FORMS`.
   decode_forms=[[0, "plain"], [0, "graph"], [256, "graph"], [256, "plain"]],
   score_forms=[[0, "plain"], [256, "graph"], [256, "plain"]],

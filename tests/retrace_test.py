@@ -56,7 +56,6 @@ ONCE = {
   "harvest": 1,
   "update": 1,
   "new_cache": 2,  # of what an update makes stale: policy and critic
-  "cast": 2,  # policy and critic are trees of other shapes
 }
 
 
@@ -157,14 +156,17 @@ def test_a_rollout_waits_once_per_chunk(setup, chunk_size):
 
 
 def test_a_cast_is_to_the_dtype_that_is_computed_in():
-  model = tiny.model(dtype="bfloat16")
-  fns = overlap.make_fns(
-    sizes=tiny.SIZES,
-    sampling=tiny.SAMPLING,
-    policy=model,
-    scorers={},
-    algorithm=None,
-  )
+  def cast_of(dtype):
+    fns = overlap.make_fns(
+      sizes=tiny.SIZES,
+      sampling=tiny.SAMPLING,
+      policy=tiny.model(dtype=dtype),
+      scorers={},
+      algorithm=None,
+    )
+    assert fns.update is None
+    return fns.cast
+
   params = {"x": np.ones(3, np.float32)}
-  assert fns.cast(params)["x"].dtype == "bfloat16"
-  assert fns.update is None
+  assert cast_of("bfloat16")(params)["x"].dtype == "bfloat16"
+  assert cast_of("float32")(params) is params  # no copy
