@@ -112,10 +112,7 @@ def report(
     "wall_s", "shared_s", and by device "busy_s" and "double_s".
   """
   wall = windows(data, within)
-  run = {
-    name: [part for one in intervals for part in _within(one, wall)]
-    for name, intervals in sorted(devices(data).items())
-  }
+  run = _devices_within(data, wall)
   everything = [one for intervals in run.values() for one in intervals]
   return {
     "wall_s": length(wall) / 1e9,
@@ -130,13 +127,8 @@ def idle(
 ) -> float:
   """Share of `within`, see `report`, in which no device executed anything."""
   wall = windows(data, within)
-  run = [
-    part
-    for intervals in devices(data).values()
-    for one in intervals
-    for part in _within(one, wall)
-  ]
-  return 1 - length(merged(run)) / length(wall)
+  run = _devices_within(data, wall).values()
+  return 1 - length(merged(sum(run, []))) / length(wall)
 
 
 def shares(of: dict[str, Any]) -> str:
@@ -164,6 +156,14 @@ def _covered(intervals, *, at_least):
         found.append((began, time))
       began = None
   return found
+
+
+def _devices_within(data, wall):
+  """`devices`, in order, cut to these windows."""
+  return {
+    name: [part for one in intervals for part in _within(one, wall)]
+    for name, intervals in sorted(devices(data).items())
+  }
 
 
 def _within(interval, windows):

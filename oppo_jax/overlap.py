@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from oppo_jax import decode, flight, metrics, score, slots, tiling, types
@@ -145,13 +146,9 @@ def make_fns(
     chunk = decode_chunk(params, buffer, cache, version, run_key, chunk_size)
     return *chunk, states
 
-  as_bfloat16 = jax.jit(
-    lambda params: jax.tree.map(lambda x: x.astype("bfloat16"), params)
-  )
-
   def cast(params):
     """What rollouts compute with: in bfloat16 a copy, one per update."""
-    return params if policy.dtype == "float32" else as_bfloat16(params)
+    return jax.tree.map(lambda x: jnp.asarray(x, policy.dtype), params)
 
   is_static = ("chunk_size",) if sizes.decode_loop == "fori" else ()
   is_fused = dispatch == "fused" and bool(scorers)

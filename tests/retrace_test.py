@@ -169,4 +169,6 @@ def test_a_cast_is_to_the_dtype_that_is_computed_in():
 
   params = {"x": np.ones(3, np.float32)}
   assert cast_of("bfloat16")(params)["x"].dtype == "bfloat16"
-  assert cast_of("float32")(params) is params  # no copy
+  placed = cast_of("float32")(params)
+  assert isinstance(placed["x"], jax.Array)
+  assert cast_of("float32")(placed)["x"] is placed["x"]  # no copy

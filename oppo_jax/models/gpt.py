@@ -196,8 +196,9 @@ class Decoder(nn.Module):
     x = x.astype(c.dtype)
     turns = None
     if c.rotary_dim:
-      row_len = tokens.shape[1] if cache is None else cache[0][0].shape[2]
-      turns = rope.turns(positions, row_len, c.rotary_dim, theta=c.rope_theta)
+      turns = rope.turns(
+        *(positions, mask.shape[-1], c.rotary_dim), theta=c.rope_theta
+      )
     new_cache = []
     for i, layer in enumerate(self.layers):
       pair = None if cache is None else cache[i]

@@ -179,9 +179,8 @@ class Decoder(nn.Module):
   def hidden(self, tokens, positions, mask, start=None, cache=None, slots=None):
     c = self.config
     x = self.embedding[tokens].astype(c.dtype)  # [rows, C, D]
-    row_len = tokens.shape[1] if cache is None else cache[0][0].shape[2]
     turns = rope.turns(
-      *(positions, row_len, c.head_dim),
+      *(positions, mask.shape[-1], c.head_dim),
       theta=c.rope_theta,
       scaling=c.rope_scaling,
     )
