@@ -58,16 +58,29 @@ COMMON = dict(
   steps=1,
   lives=[512, 1280],
   profiled_len=256,  # of responses: 420 kernels a tick are many events
-  # (model.attention_block, form): see `gpu_parts.FORMS`.
-  decode_forms=[[0, "plain"], [0, "graph"], [256, "graph"], [256, "plain"]],
-  score_forms=[[0, "plain"], [256, "graph"], [256, "plain"]],
-  arms=[  # the most wanted first: the rest may find no time
-    ["serial", "separate"],
-    ["oppo", "separate"],
-    ["intra", "separate"],
-    ["intra", "fused"],
-    ["oppo", "fused"],
-    ["inter", "separate"],
+  attention={
+    "dense": {"model.attention": "xla", "model.attention_block": 0},
+    "blocks": {"model.attention": "xla", "model.attention_block": 256},
+    "flash": {"model.attention": "flash", "model.attention_block": 256},
+  },
+  # (attention, form), see `gpu_parts.FORMS`. The most wanted first here and
+  # below: the rest may find no time.
+  decode_forms=[
+    ["dense", "plain"],
+    ["flash", "plain"],
+    ["flash", "graph"],
+    ["blocks", "graph"],
+  ],
+  score_forms=[["dense", "plain"], ["flash", "plain"], ["blocks", "graph"]],
+  arms=[  # (arm, dispatch, attention)
+    ["serial", "separate", "dense"],
+    ["oppo", "separate", "dense"],
+    ["serial", "separate", "flash"],
+    ["oppo", "separate", "flash"],
+    ["intra", "separate", "flash"],
+    ["intra", "fused", "flash"],
+    ["oppo", "fused", "flash"],
+    ["inter", "separate", "flash"],
   ],
 )
 SMALL = dict(batch_size=24, delta=8, minibatches=2, micro_rows=[1])
@@ -97,9 +110,21 @@ TINY = dict(
   steps=1,
   lives=[16],
   profiled_len=16,
-  decode_forms=[[0, "plain"], [16, "graph"]],
-  score_forms=[[0, "plain"], [16, "graph"]],
-  arms=[["serial", "separate"], ["intra", "fused"], ["oppo", "separate"]],
+  attention={
+    "dense": {"model.attention": "xla", "model.attention_block": 0},
+    "flash": {
+      "model.attention": "flash",
+      "model.attention_block": 16,
+      "model.dtype": "bfloat16",
+    },
+  },
+  decode_forms=[["dense", "plain"], ["flash", "graph"]],
+  score_forms=[["dense", "plain"], ["flash", "graph"]],
+  arms=[
+    ["serial", "separate", "dense"],
+    ["intra", "fused", "dense"],
+    ["oppo", "separate", "flash"],
+  ],
   copy_bytes=2**22,
   matmul=256,
 )
@@ -184,7 +209,11 @@ def judged(part, row, machine):
 
 
 def hidden(rows):
-  """Of the shorter of decoding and scoring, the share that took no time."""
+  """Of the shorter of decoding and scoring, the share that took no time.
+
+  By dispatch, with the attention of the last row.
+  """
+  rows = [r for r in rows if r["attention"] == rows[-1]["attention"]]
   by = {(r["arm"], r["dispatch"]): r["raw"] for r in rows}
   mean = lambda of, key: sum(r[key] for r in of) / len(of)
   phases = lambda of: [mean(of, f"time/{k}_s") for k in ("decode", "score")]
@@ -204,13 +233,14 @@ def line(part, row):
   if part == "decode":
     over = row.get("over_floor", float("nan"))
     return (
-      f"block {row['attention_block']:4d} {row['form']:6s}"
+      f"{row['attention']:6s} {row['form']:6s}"
       f" live {row['live']:5d} {1e3 * row['s_per_tick']:8.3f} ms a tick,"
       f" {over:5.2f} x the floor"
     )
   if part == "arms":
     said = (
-      f"{row['arm']:9s} {row['dispatch']:9s} {row['s']:8.3f} s a step,"
+      f"{row['arm']:9s} {row['dispatch']:9s} {row['attention']:6s}"
+      f" {row['s']:8.3f} s a step,"
       f" {row['tokens'] / row['s']:9.0f} tokens/s"
     )
     for phase, of in row.get("busy", {}).items():
@@ -248,7 +278,7 @@ def main(argv):
           result["machine"] = row
         of["rows"].append(judged(part, row, result["machine"]))  # noqa: B023
         if part == "arms":  # noqa: B023
-          of["hidden"] = hidden(of["rows"])  # noqa: B023
+          of["hidden"] = hidden(of["rows"]) or of.get("hidden")  # noqa: B023
         say("   " + line(part, row))  # noqa: B023
         save()
 

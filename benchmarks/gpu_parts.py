@@ -113,16 +113,16 @@ def on_gpu():
 def decode(spec, until):
   """Seconds per tick against the bytes that a tick must move."""
   for live in spec["lives"]:
-    for block, form in spec["decode_forms"]:
+    for attention, form in spec["decode_forms"]:
       if time.monotonic() < until:
-        yield _decode(spec, live, block, form, until)
+        yield _decode(spec, live, attention, form, until)
 
 
-def _decode(spec, live, block, form, until):
+def _decode(spec, live, attention, form, until):
   model, size = bench.MODELS[spec["model"]], spec["chunk"]
   rest = spec["prompt_len"] + spec["response_len"] - live
   changed = dict(prompt_len=live, response_len=rest, delta=0)
-  changes = {"model.attention_block": block}
+  changes = spec["attention"][attention]
   config = config_of(spec | changed, "serial", **changes)
   engine = engine_of(spec, config)
   fns, num = engine.fns, config.rollout.batch_size
@@ -159,7 +159,7 @@ def _decode(spec, live, block, form, until):
   key_bytes = pair * jnp.dtype(config.model.dtype).itemsize * num * middle
   return {
     "live": live,
-    "attention_block": block,
+    "attention": attention,
     "form": form,
     "rows": num,
     "s_per_tick": statistics.median(taken) / size,
@@ -170,16 +170,16 @@ def _decode(spec, live, block, form, until):
 
 def score(spec, until):
   """Seconds of one call of tiles, and its model-FLOPs."""
-  for block, form in spec["score_forms"]:
+  for attention, form in spec["score_forms"]:
     for name in ("critic", "reference"):
       if time.monotonic() < until:
-        yield from _score(spec, name, block, form, until)
+        yield from _score(spec, name, attention, form, until)
 
 
-def _score(spec, name, block, form, until):
+def _score(spec, name, attention, form, until):
   model = bench.MODELS[spec["model"]]
   rows, length = spec["tile_rows"], spec["tile_len"]
-  changes = {"model.attention_block": block}
+  changes = spec["attention"][attention]
   config = config_of(spec | dict(delta=0), "serial", **changes)
   engine = engine_of(spec, config)
   scorer = getattr(engine.models, name)
@@ -207,7 +207,7 @@ def _score(spec, name, block, form, until):
     head = vocab_of(spec) if scorer.is_lm else 0
     yield {
       "scorer": name,
-      "attention_block": block,
+      "attention": attention,
       "form": form,
       "tokens": rows * length,
       "first_column": tile * length,
@@ -240,17 +240,19 @@ def batch_of(engine, lengths, prompt_len):
 def update(spec, until):
   """Seconds of an update on one batch of real lengths, and its model-FLOPs."""
   for micro_rows in spec["micro_rows"]:
-    if time.monotonic() < until:
-      yield _update(spec, micro_rows, until)
+    for attention in spec["attention"]:
+      if attention != "blocks" and time.monotonic() < until:
+        yield _update(spec, micro_rows, attention, until)
 
 
-def _update(spec, micro_rows, until):
+def _update(spec, micro_rows, attention, until):
   model = bench.MODELS[spec["model"]]
   lengths = bench.lengths_of(
     spec["lengths"], limit=spec["response_len"], num=spec["batch_size"]
   )
   total = lengths + spec["prompt_len"]
-  config = config_of(spec, "serial", **{"optim.micro_rows": micro_rows})
+  changes = spec["attention"][attention] | {"optim.micro_rows": micro_rows}
+  config = config_of(spec, "serial", **changes)
   engine, width = engine_of(spec, config), config_lib.row_len(config)
   made = engine.models._asdict()
   draw = lambda name, i: made[name].init(jax.random.key(i))
@@ -281,6 +283,7 @@ def _update(spec, micro_rows, until):
   computed = int(plan.num_micro.sum()) * micro_rows * width
   return {
     "micro_rows": micro_rows,
+    "attention": attention,
     "tokens": tokens,
     "tokens_computed": computed,
     "s": statistics.median(taken),
@@ -290,18 +293,19 @@ def _update(spec, micro_rows, until):
 
 
 def arms(spec, until):
-  """PPO steps, arm by arm and by dispatch, on real lengths."""
+  """PPO steps, by arm, dispatch and attention, on real lengths."""
   num = spec["batch_size"] * (spec["steps"] + 2) + spec["delta"]
   lengths = bench.lengths_of(
     spec["lengths"], limit=spec["response_len"], num=num
   )
-  for arm, dispatch in spec["arms"]:
+  for arm, dispatch, attention in spec["arms"]:
     if time.monotonic() < until:
-      yield _arm(spec, arm, dispatch, lengths, until)
+      yield _arm(spec, arm, dispatch, attention, lengths, until)
 
 
-def _arm(spec, arm, dispatch, lengths, until):
-  config = config_of(spec, arm, **{"overlap.dispatch": dispatch})
+def _arm(spec, arm, dispatch, attention, lengths, until):
+  changes = spec["attention"][attention] | {"overlap.dispatch": dispatch}
+  config = config_of(spec, arm, **changes)
   one, rows = bench.Arm(config, lengths, vocab_size=vocab_of(spec)), []
   for index in range(1 + spec["steps"]):
     row = one.step()
@@ -313,6 +317,7 @@ def _arm(spec, arm, dispatch, lengths, until):
   found = {
     "arm": arm,
     "dispatch": dispatch,
+    "attention": attention,
     "s": mean("wall_s"),
     "tokens": mean("tokens/trained"),
     "ticks": mean("overlap/ticks"),

@@ -74,8 +74,7 @@ def load(folder, *, dtype):
 
   from oppo_jax import hf, shards
 
-  choices = dict(dtype="float32", attention_block=0, remat="none")
-  model = hf.make_model(folder, head=hf.head(folder), **choices)
+  model = hf.make_model(folder, head=hf.head(folder), **hf.PLAIN)
   peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   jax.numpy.zeros(()).block_until_ready()
   before, start = peak(), time.perf_counter()

@@ -85,8 +85,7 @@ def beside(folder, *, num_prompts, max_len):
   examples = tasks.make("stories", num_test=num_prompts, seed=0, cache_dir="")
   texts = [e.prompt for e in examples.prompts("test")]
   prompts = [np.array(tokens.encode_prompt(text), np.int32) for text in texts]
-  choices = dict(dtype="float32", attention_block=64, remat="none")
-  model = hf.make_model(folder, head="lm", **choices)
+  model = hf.make_model(folder, head="lm", **hf.PLAIN)
   fns = generation.make_fns(
     model,
     sampling=decode.Sampling(0.0, 0, 1.0, tokens.eos_ids, max_len),

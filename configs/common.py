@@ -42,7 +42,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
   )
 
   # Policy; whatever has no folder has its trunk. Of a policy from a folder only
-  # dtype, attention_block and remat count, for all four models.
+  # dtype, attention, attention_block and remat count, for all four models.
   config.model_name = "transformer"
   config.model = dict(
     num_layers=3,
@@ -57,6 +57,7 @@ def base(*, arm: str = "oppo", preset: str = "openrlhf"):
     qk_norm=False,
     tie_embeddings=True,
     dtype="float32",
+    attention="auto",  # or "xla", or "flash": kernels for GPUs, bfloat16
     attention_block=-1,  # columns read at a time: -1 = auto, 0 = the whole row
     remat="none",  # none | attention | layer: recomputed in the backward pass
   )

@@ -178,9 +178,14 @@ def build(
 ) -> Engine:
   """Models and functions; `vocab_size` is of a policy without a folder."""
   chosen = config.model.to_dict()
+  backend = jax.default_backend()
+  # A model of one's own need not have these choices.
+  kind = auto.attention(chosen.get("attention", "auto"), backend)
+  if "attention" in chosen:
+    chosen["attention"] = kind
   if "attention_block" in chosen:
     chosen["attention_block"] = auto.attention_block(
-      chosen["attention_block"], jax.default_backend()
+      chosen["attention_block"], backend, kind=kind
     )
   sized = dict(vocab_size=vocab_size, **chosen)
   found = pretrained.make_models(
@@ -201,7 +206,6 @@ def build(
   tile = score.Tile(
     config.score.tile_rows, config.score.tile_len, config.score.logprob_chunk
   )
-  backend = jax.default_backend()
   decode_loop = auto.decode_loop(r.decode_loop, backend)
   decode_rows = auto.decode_rows(r.decode_rows, backend)
   row_len = config_lib.row_len(config)

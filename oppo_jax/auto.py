@@ -16,14 +16,26 @@ def decode_loop(asked: str, backend: str) -> str:
   return "fori" if backend == "gpu" else "while"
 
 
-def attention_block(asked: int, backend: str) -> int:
+def attention(asked: str, backend: str) -> str:
+  """How attention is computed, "xla" or "flash".
+
+  "auto" is the form whose gain is measured; of "flash" none is yet.
+  """
+  del backend
+  return "xla" if asked == "auto" else asked
+
+
+def attention_block(asked: int, backend: str, *, kind: str) -> int:
   """Columns that cached attention reads at a time, 0 = all; -1 is what suits.
 
   On a CPU the cost then follows the longest live prefix. On a GPU the loop over
-  blocks would be one of the host's, per layer and tick.
+  blocks would be one of the host's, per layer and tick; kernels (`kind` is
+  "flash") are given parts of a row that keep many of them busy.
   """
   if asked >= 0:
     return asked
+  if kind == "flash":
+    return 256
   return 64 if backend == "cpu" else 0
 
 

@@ -33,9 +33,6 @@ from oppo_jax import (
 )
 from oppo_jax.models import transformer
 
-# How the model is run: of no matter here.
-CHOICES = dict(dtype="float32", attention_block=0, remat="none")
-
 
 class Opened(NamedTuple):
   """What a source holds.
@@ -57,7 +54,7 @@ class Opened(NamedTuple):
 
 def open_hf(folder: pathlib.Path) -> Opened:
   """A Hugging Face folder: a language model or a reward model."""
-  model = hf.make_model(folder, head=hf.head(folder), **CHOICES)
+  model = hf.make_model(folder, head=hf.head(folder), **hf.PLAIN)
   params = hf.load_params(folder, model, dtype=None)
   return Opened(model, params, str(params["embedding"].dtype), folder, None)
 
@@ -77,7 +74,7 @@ def open_llama2c(folder: pathlib.Path) -> Opened:
       " tok*.bin of tokens"
     )
   kwargs, params = llama2c.read(weights[0])
-  model = models.make("transformer", head="lm", **kwargs, **CHOICES)
+  model = models.make("transformer", head="lm", **kwargs, **hf.PLAIN)
   with tempfile.TemporaryDirectory() as temporary:
     into = pathlib.Path(temporary)
     llama2c.save_tokenizer(texts[0], into, vocab_size=model.vocab_size)
@@ -105,7 +102,7 @@ def open_run(
     raise FileNotFoundError(f"{path}: no such file")
   found = shards.read_header(path)
   head = found["out"].shape[-1] if "out" in found else 0
-  choices = dict(head="scalar" if head == 1 else "lm", **CHOICES)
+  choices = dict(head="scalar" if head == 1 else "lm", **hf.PLAIN)
   config = json.loads((folder / hf.CONFIG).read_text())
   base = base or _started_from(config, choices["head"])
   if base is not None:

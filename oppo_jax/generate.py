@@ -65,9 +65,8 @@ def responses(
   if not all(map(len, rows)):
     raise ValueError("a prompt is empty, and the tokenizer has no BOS")
   longest = max(map(len, rows))
-  model = hf.make_model(
-    folder, head="lm", dtype=dtype, attention_block=64, remat="none"
-  )
+  changes = dict(dtype=dtype, attention_block=64)
+  model = hf.make_model(folder, head="lm", **hf.PLAIN | changes)
   limit = hf.longest(folder, model)
   if limit is not None and longest + max_len > limit:
     raise ValueError(

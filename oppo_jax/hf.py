@@ -40,7 +40,9 @@ TOKENIZER_FILES = (
   GENERATION,
 )
 # How a model is run, not what it is: no checkpoint says it.
-CHOICES = ("dtype", "attention_block", "remat", "head")
+CHOICES = ("dtype", "attention", "attention_block", "remat", "head")
+# Values for all of them but the head, where it is of no matter.
+PLAIN = dict(dtype="float32", attention="xla", attention_block=0, remat="none")
 
 Sharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding | None]
 

@@ -12,9 +12,10 @@ def test_what_was_asked_for_is_kept(backend):
   assert auto.decode_loop("while", backend) == "while"
   assert auto.decode_rows(0, backend) == 0
   assert auto.decode_rows(3, backend) == 3
-  assert auto.attention_block(0, backend) == 0
-  assert auto.attention_block(7, backend) == 7
+  assert auto.attention_block(0, backend, kind="xla") == 0
+  assert auto.attention_block(7, backend, kind="flash") == 7
   assert auto.micro_rows(5, backend, width=100, mlp_dim=None) == 5
+  assert auto.attention("flash", backend) == "flash"
   assert auto.dispatch("fused", backend) == "fused"
   assert auto.dispatch("separate", backend) == "separate"
 
@@ -25,7 +26,8 @@ def test_only_a_gpu_runs_all_ticks_of_a_chunk():
 
 
 def test_only_a_cpu_reads_the_cache_in_blocks():
-  found = {b: auto.attention_block(-1, b) for b in ("cpu", "gpu", "tpu")}
+  block = lambda backend: auto.attention_block(-1, backend, kind="xla")
+  found = {b: block(b) for b in ("cpu", "gpu", "tpu")}
   assert found == {"cpu": 64, "gpu": 0, "tpu": 0}
 
 
@@ -51,5 +53,6 @@ def test_a_micro_batch_on_a_cpu_fits_its_caches(width, mlp_dim, rows):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
-def test_no_backend_fuses_unasked(backend):
+def test_no_backend_does_unasked_what_was_not_measured(backend):
+  assert auto.attention("auto", backend) == "xla"
   assert auto.dispatch("auto", backend) == "separate"

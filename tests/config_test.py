@@ -138,6 +138,7 @@ BAD = {
   "model.norm_eps": [0.0],
   "model.qk_norm": ["no", 0],
   "model.dtype": ["float16"],
+  "model.attention": ["pallas", 64],
   "model.attention_block": [-2],
   "model.remat": [True, "all"],
   "model_name": [""],
@@ -260,6 +261,9 @@ def test_a_missing_key_is_named(key):
   assert str(e.value).endswith("missing")
 
 
+FLASH = {"model.attention": "flash", "model.dtype": "bfloat16"}
+
+
 @pytest.mark.parametrize(
   ("broken", "changes", "mended"),
   [
@@ -312,6 +316,21 @@ def test_a_missing_key_is_named(key):
       "warm_start.sft.width",
       {"rollout.max_response_len": 49},
       {"warm_start.sft.num_steps": 0},
+    ),
+    (
+      "model.dtype",
+      {"model.attention": "flash"},
+      {"model.dtype": "bfloat16"},
+    ),
+    (
+      "model.attention_block",
+      FLASH | {"model.attention_block": 48},
+      {"model.attention_block": 64},
+    ),
+    (
+      "model.attention_block",
+      FLASH | {"model.attention_block": 8},
+      {"model.attention_block": -1},
     ),
     (
       "reward.model_weight",  # of a head that was drawn

@@ -46,8 +46,7 @@ def stories(tmp_path_factory):
 
 def test_a_pretrained_model_tells_the_published_story(stories):
   """Greedy, from BOS, by the loop's `decode_chunk`."""
-  choices = dict(dtype="float32", attention_block=64, remat="none")
-  model = hf.make_model(stories, head="lm", **choices)
+  model = hf.make_model(stories, head="lm", **hf.PLAIN)
   params = hf.load_params(stories, model, dtype="float32")
   tokens = tokenizer.load(stories)
   assert tokens.eos_ids == (llama2c.EOS, llama2c.BOS)
@@ -184,7 +183,7 @@ def test_tokens_that_do_not_fit_are_refused(tmp_path):
 
 def test_a_run_that_started_from_a_folder_keeps_its_config(tmp_path):
   base = FIXTURES / "qwen2_yarn"
-  model = hf.make_model(base, head="lm", **convert.CHOICES)
+  model = hf.make_model(base, head="lm", **hf.PLAIN)
   params = tiny.params(model, 1)
   run = tmp_path / "run"
   (run / "params").mkdir(parents=True)

@@ -339,8 +339,7 @@ def test_a_reward_model_of_several_labels_is_refused(tmp_path):
 
 def test_a_language_model_is_no_reward_model():
   folder = FIXTURES / "qwen3"
-  choices = dict(dtype="float32", attention_block=0, remat="none")
-  model = hf.make_model(folder, head="scalar", **choices)
+  model = hf.make_model(folder, head="scalar", **hf.PLAIN)
   said = refused(folder, model)
   assert said == (
     f"{folder}: is not a reward model: tensor 'score.weight' is missing"

@@ -179,6 +179,7 @@ def engine(name):
       num_kv_heads=1,
       head_dim=4,
       mlp_dim=12,
+      attention="xla",
       attention_block=0,
     )
     | world.model,

@@ -32,7 +32,6 @@ from oppo_jax import config as config_lib
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 FIXTURES = pathlib.Path(__file__).parent / "fixtures"
-CHOICES = dict(dtype="float32", attention_block=8, remat="none")
 TEMPLATE = (
   "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}"
   "{% endfor %}{% if add_generation_prompt %}={% endif %}"
@@ -118,7 +117,7 @@ def start(c, workdir):
 
 
 def stored(folder):
-  model = hf.make_model(folder, head=hf.head(folder), **CHOICES)
+  model = hf.make_model(folder, head=hf.head(folder), **hf.PLAIN)
   return model, hf.load_params(folder, model, dtype="float32")
 
 

@@ -198,9 +198,7 @@ def test_a_finished_run_is_refused(data, finished):
 def test_the_exported_folder_is_what_was_trained(data, finished, tmp_path):
   """And what the next command starts from, as its first evaluation says."""
   workdir = finished("sft")
-  model = hf.make_model(
-    workdir / "hf", head="lm", dtype="float32", attention_block=64, remat="none"
-  )
+  model = hf.make_model(workdir / "hf", head="lm", **hf.PLAIN)
   params = hf.load_params(workdir / "hf", model, dtype="float32")
   assert metrics.params_sha256(params) == summary_of(workdir)["params_sha256"]
   config = make_config(data, **{"load.policy": str(workdir / "hf")})
@@ -230,9 +228,7 @@ def test_parameters_stay_float32_where_the_model_computes_in_bfloat16(
   )
   config.sft.num_steps = 1
   sft.train(config, tmp_path)
-  model = hf.make_model(
-    tmp_path / "hf", head="lm", dtype="float32", attention_block=0, remat="none"
-  )
+  model = hf.make_model(tmp_path / "hf", head="lm", **hf.PLAIN)
   params = hf.load_params(tmp_path / "hf", model, dtype=None)
   assert params["embedding"].dtype == np.float32
   coarse = params["embedding"].astype("bfloat16").astype(np.float32)
@@ -252,9 +248,7 @@ def test_a_reward_model_starts_from_the_policys_trunk(
 
   monkeypatch.setattr(supervised_run, "run", run)
   reward_model.train(config, tmp_path)
-  model = hf.make_model(
-    folder, head="lm", dtype="float32", attention_block=64, remat="none"
-  )
+  model = hf.make_model(folder, head="lm", **hf.PLAIN)
   policy = hf.load_params(folder, model, dtype="float32")
   start = dict(seen[0])
   assert start.pop("out").shape == (16, 1)

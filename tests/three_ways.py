@@ -22,8 +22,8 @@ def capacity(tokens):
 def model_of(folder, *, block=0, dtype="float32"):
   """The model of a folder, its head as its name says."""
   head = "scalar" if folder.name.endswith("_reward") else "lm"
-  choices = dict(dtype=dtype, attention_block=block, remat="none", head=head)
-  return hf.make_model(folder, **choices)
+  changes = dict(dtype=dtype, attention_block=block)
+  return hf.make_model(folder, head=head, **hf.PLAIN | changes)
 
 
 def full_of_garbage(cache):

@@ -75,6 +75,7 @@ def model(head="lm", **changes):
     qk_norm=False,
     tie_embeddings=True,
     dtype="float32",
+    attention="xla",
     attention_block=8,
     remat="none",
   )
@@ -98,6 +99,7 @@ def gpt(head="lm", **changes):
     attention_bias=True,
     tie_embeddings=False,
     dtype="float32",
+    attention="xla",
     attention_block=8,
     remat="none",
   )

@@ -259,7 +259,7 @@ def test_a_run_becomes_a_hugging_face_folder(run, name, head, tmp_path):
   file, out = f"params/{name}.safetensors", tmp_path / name
   convert.convert(workdir, out, file=file)
   assert hf.head(out) == head
-  model = hf.make_model(out, **convert.CHOICES, head=head)
+  model = hf.make_model(out, **hf.PLAIN, head=head)
   params = hf.load_params(out, model, dtype="float32")
   assert_exact(params, checkpoint.load_params(workdir / file, params))
   told, told_out = (tokenizer.load(x) for x in (workdir / "tokenizer", out))

@@ -3,16 +3,61 @@
 
 The cache is an explicit pytree in the layout [rows, K, row_len, D/H], one pair
 per layer, written in place when donated.
+
+`model.attention` is one of:
+
+  xla    matrix products and a softmax, in the form that `attention_block` says
+  flash  kernels that keep scores to themselves, see `flash`
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from oppo_jax.models import remat, rowwise
+from oppo_jax.models import flash, remat, rowwise
+from oppo_jax.schema import choice, integer
 
+SCHEMA = {  # of config.model
+  "attention": choice("auto", "xla", "flash"),
+  "attention_block": integer(-1),  # -1 = auto, 0 = the whole row
+}
 MASKED = -1e30  # finite, so that a row with every key masked stays finite
 QUERY_BLOCKS = 4  # without a cache; more save little and compile longer
+
+
+class Where(NamedTuple):
+  """Where the tokens of a call stand; what they may see follows from it.
+
+  Attributes:
+    positions: [rows, C] column of each in its row, or place in its segment.
+    segments: [rows, C] without a cache: a token sees those of its own number.
+    start: [rows] with a cache: column of a row's first token.
+    slots: [rows] row of the cache, see `base.Model.apply`; None = the same.
+  """
+
+  positions: jax.Array
+  segments: jax.Array | None = None
+  start: jax.Array | None = None
+  slots: jax.Array | None = None
+
+
+def conflicts(c):
+  """Rules over several keys of config.model."""
+  is_flash, block = c.attention == "flash", c.attention_block
+  is_part = block >= flash.MIN_BLOCK and not block & (block - 1)
+  yield (
+    is_flash and c.dtype != "bfloat16",
+    "model.dtype",
+    "bfloat16 where attention='flash': its products are rounded",
+  )
+  yield (
+    is_flash and block != -1 and not is_part,
+    "model.attention_block",
+    f"a power of two of at least {flash.MIN_BLOCK}, or -1, where"
+    " attention='flash'",
+  )
 
 
 def write(cache, new, start, slots):
@@ -48,8 +93,10 @@ def attend(q, k, v, mask):
   return jnp.einsum("rkgcl,rkld->rckgd", weights, v)
 
 
-def attend_causal(q, k, v, mask):
-  """The same for a causal mask, without most of what it hides.
+def attend_causal(q, k, v, segments):
+  """The same for tokens that see what came before them in their segment.
+
+  q: [rows, W, K, H/K, dim]; k, v: [rows, K, W, dim]; segments: [rows, W].
 
   Queries go by blocks, and a block meets no key that comes after it:
 
@@ -64,7 +111,9 @@ def attend_causal(q, k, v, mask):
   parts = []
   for start in range(0, width, block):
     end = min(start + block, width)
-    seen = mask[..., start:end, :end]
+    seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)
+    seen &= segments[:, start:end, None] == segments[:, None, :end]
+    seen = seen[:, None, None]
     parts.append(attend(q[:, start:end], k[:, :, :end], v[:, :, :end], seen))
   return jnp.concatenate(parts, axis=1)
 
@@ -119,24 +168,36 @@ def attend_blocks(q, k, v, positions, slots, *, block):
   return jnp.moveaxis(acc / total[..., None], 3, 1).astype(q.dtype)
 
 
-def causal(q, k, v, positions, mask, start, cache, slots, *, block):
+def causal(q, k, v, where, cache, *, kind, block):
   """Causal attention of C new tokens, with their keys put into the cache.
 
   q: [rows, C, H, dim]; k, v: [rows, C, K, dim]; cache: a pair, or None: then
-  attention is among the new tokens, as `mask` says (causal, or less). The
-  result is [rows, C, H * dim], and the new pair.
+  attention is among the new tokens. `kind` and `block` are the model's
+  `attention` and `attention_block`. The result is [rows, C, H * dim], and the
+  new pair.
   """
   rows, length, num_heads, dim = q.shape
   kv = k.shape[2]
   q = q.reshape(rows, length, kv, num_heads // kv, dim)
   if cache is None:
-    out = attend_causal(q, k.swapaxes(1, 2), v.swapaxes(1, 2), mask)
+    if kind == "flash":
+      out = flash.packed(q, k, v, where.segments)
+    else:
+      by_head = k.swapaxes(1, 2), v.swapaxes(1, 2)
+      out = attend_causal(q, *by_head, where.segments)
   else:
     # All rows are written before any row is read: one call may hold several
     # tiles of the same slot, and a later one sees the earlier ones.
-    cache = write(cache[0], k, start, slots), write(cache[1], v, start, slots)
-    if block:
-      out = attend_blocks(q, *cache, positions, slots, block=block)
+    at, slots = where.positions, where.slots
+    put = lambda x, new: write(x, new, where.start, slots)
+    cache = put(cache[0], k), put(cache[1], v)
+    if kind == "flash":
+      near = [x.astype(cache[0].dtype) for x in (k, v)]
+      far = [read(x, slots) for x in cache]
+      out = flash.cached(q, *far, *near, where.start, block=block)
+    elif block:
+      out = attend_blocks(q, *cache, at, slots, block=block)
     else:
-      out = attend(q, read(cache[0], slots), read(cache[1], slots), mask)
+      seen = jnp.arange(cache[0].shape[2]) <= at[:, None, None, :, None]
+      out = attend(q, read(cache[0], slots), read(cache[1], slots), seen)
   return remat.keep(out.reshape(rows, length, num_heads * dim)), cache

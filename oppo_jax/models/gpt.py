@@ -37,7 +37,8 @@ class Config:
     attention_bias: biases on the projections of attention.
     tie_embeddings: the LM head is the embedding, transposed.
     dtype: of activations and caches; parameters are kept in float32.
-    attention_block: see `transformer.Config`.
+    attention: see `transformer.Config`.
+    attention_block: likewise.
     remat: what the backward pass computes again, of `remat.CHOICES`.
     head: "lm" (logits) or "scalar" (a value or a score).
   """
@@ -56,6 +57,7 @@ class Config:
   attention_bias: bool
   tie_embeddings: bool
   dtype: str
+  attention: str
   attention_block: int
   remat: str
   head: str
@@ -87,8 +89,8 @@ SCHEMA = {  # of config.model; vocab_size and head are not the user's to set
   "attention_bias": BOOL,
   "tie_embeddings": BOOL,
   "dtype": choice("float32", "bfloat16"),
-  "attention_block": integer(-1),  # -1 = auto, 0 = the whole row
   "remat": choice(*remat.CHOICES),
+  **attention.SCHEMA,
 }
 
 
@@ -107,6 +109,7 @@ def conflicts(c):
     "model.num_positions",
     "> 0 where rotary_dim is 0: there are no positions else",
   )
+  yield from attention.conflicts(c)
 
 
 class Norm(nn.Module):
@@ -127,7 +130,7 @@ class Attention(nn.Module):
   config: Config
 
   @nn.compact
-  def __call__(self, x, positions, turns, mask, start, cache, slots):
+  def __call__(self, x, turns, where, cache):
     c = self.config
     dense = lambda size, name: Dense(
       size, use_bias=c.attention_bias, dtype=x.dtype, name=name
@@ -144,7 +147,7 @@ class Attention(nn.Module):
     if c.rotary_dim:
       q, k = turn(q), turn(k)
     out, cache = attention.causal(
-      q, k, v, positions, mask, start, cache, slots, block=c.attention_block
+      *(q, k, v, where, cache), kind=c.attention, block=c.attention_block
     )
     return dense(c.width, "o")(out), cache
 
@@ -153,13 +156,11 @@ class Block(nn.Module):
   config: Config
 
   @nn.compact
-  def __call__(self, x, positions, turns, mask, start, cache, slots):
+  def __call__(self, x, turns, where, cache):
     c = self.config
     dense = lambda size, name: Dense(size, dtype=x.dtype, name=name)
     y = Norm(c.norm_eps, name="attention_norm")(x)
-    y, cache = Attention(c, name="attention")(
-      y, positions, turns, mask, start, cache, slots
-    )
+    y, cache = Attention(c, name="attention")(y, turns, where, cache)
     stream = remat.keep(x + y)
     y = x if c.parallel_residual else stream
     y = Norm(c.norm_eps, name="mlp_norm")(y)
@@ -188,21 +189,22 @@ class Decoder(nn.Module):
       init = nn.initializers.normal(0.02)
       self.out = self.param("out", init, (c.width, c.vocab_size))
 
-  def hidden(self, tokens, positions, mask, start=None, cache=None, slots=None):
+  def hidden(self, tokens, where, cache=None):
     c = self.config
     x = self.embedding[tokens]  # [rows, C, D]
     if c.num_positions:
-      x = x + self.position_embedding[positions]
+      x = x + self.position_embedding[where.positions]
     x = x.astype(c.dtype)
     turns = None
     if c.rotary_dim:
+      row_len = tokens.shape[1] if cache is None else cache[0][0].shape[2]
       turns = rope.turns(
-        *(positions, mask.shape[-1], c.rotary_dim), theta=c.rope_theta
+        where.positions, row_len, c.rotary_dim, theta=c.rope_theta
       )
     new_cache = []
     for i, layer in enumerate(self.layers):
       pair = None if cache is None else cache[i]
-      x, pair = layer(x, positions, turns, mask, start, pair, slots)
+      x, pair = layer(x, turns, where, pair)
       new_cache.append(pair)
     return self.norm(x), tuple(new_cache)
 
@@ -216,7 +218,8 @@ class Decoder(nn.Module):
 
   def __call__(self, tokens):  # only for `init`: touches every parameter
     positions = jnp.zeros_like(tokens)
-    hidden, _ = self.hidden(tokens, positions, jnp.ones((1, 1, 1, 1, 1), bool))
+    where = attention.Where(positions, segments=positions)
+    hidden, _ = self.hidden(tokens, where)
     return self.head(hidden)
 
 

@@ -37,8 +37,10 @@ class Config:
     qk_norm: RMS norm on every query and key head (Qwen3).
     tie_embeddings: the LM head is the embedding, transposed.
     dtype: of activations and caches; parameters are kept in float32.
+    attention: how attention is computed, see `models.attention`.
     attention_block: 0 = cached attention reads the whole row; n > 0 = it reads
-      blocks of n columns up to the longest row in use (online softmax).
+      blocks of n columns up to the longest row in use (online softmax), or,
+      where attention is "flash", up to the end of each row.
     remat: what the backward pass computes again, of `remat.CHOICES`.
     head: "lm" (logits) or "scalar" (a value or a score).
     o_bias: a bias on the output projection of attention too.
@@ -61,6 +63,7 @@ class Config:
   qk_norm: bool
   tie_embeddings: bool
   dtype: str
+  attention: str
   attention_block: int
   remat: str
   head: str
@@ -83,8 +86,8 @@ SCHEMA = {  # of config.model; vocab_size and head are not the user's to set
   "qk_norm": BOOL,
   "tie_embeddings": BOOL,
   "dtype": choice("float32", "bfloat16"),
-  "attention_block": integer(-1),  # -1 = auto, 0 = the whole row
   "remat": choice(*remat.CHOICES),
+  **attention.SCHEMA,
 }
 
 
@@ -94,6 +97,7 @@ def conflicts(c):
   divisor = f"a divisor of num_heads={c.num_heads}"
   yield is_uneven, "model.num_kv_heads", divisor
   yield is_odd, "model.head_dim", "even: rotary embeddings turn pairs"
+  yield from attention.conflicts(c)
 
 
 class Norm(nn.Module):
@@ -111,7 +115,7 @@ class Attention(nn.Module):
   config: Config
 
   @nn.compact
-  def __call__(self, x, positions, turns, mask, start, cache, slots):
+  def __call__(self, x, turns, where, cache):
     c = self.config
     rows, length, _ = x.shape
 
@@ -130,7 +134,7 @@ class Attention(nn.Module):
       )
     q, k = rope.rotate(q, *turns), rope.rotate(k, *turns)
     out, cache = attention.causal(
-      q, k, v, positions, mask, start, cache, slots, block=c.attention_block
+      *(q, k, v, where, cache), kind=c.attention, block=c.attention_block
     )
     out = Dense(c.width, use_bias=c.o_bias, dtype=x.dtype, name="o")(out)
     return out, cache
@@ -140,15 +144,13 @@ class Block(nn.Module):
   config: Config
 
   @nn.compact
-  def __call__(self, x, positions, turns, mask, start, cache, slots):
+  def __call__(self, x, turns, where, cache):
     c = self.config
     dense = lambda size, name: Dense(
       size, use_bias=c.mlp_bias, dtype=x.dtype, name=name
     )
     y = Norm(c.norm_eps, name="attention_norm")(x)
-    y, cache = Attention(c, name="attention")(
-      y, positions, turns, mask, start, cache, slots
-    )
+    y, cache = Attention(c, name="attention")(y, turns, where, cache)
     x = remat.keep(x + y)
     y = Norm(c.norm_eps, name="mlp_norm")(x)
     y = nn.silu(dense(c.mlp_dim, "gate")(y)) * dense(c.mlp_dim, "up")(y)
@@ -176,18 +178,19 @@ class Decoder(nn.Module):
       init = nn.initializers.normal(0.02)
       self.out = self.param("out", init, (c.width, c.vocab_size))
 
-  def hidden(self, tokens, positions, mask, start=None, cache=None, slots=None):
+  def hidden(self, tokens, where, cache=None):
     c = self.config
     x = self.embedding[tokens].astype(c.dtype)  # [rows, C, D]
+    row_len = tokens.shape[1] if cache is None else cache[0][0].shape[2]
     turns = rope.turns(
-      *(positions, mask.shape[-1], c.head_dim),
+      *(where.positions, row_len, c.head_dim),
       theta=c.rope_theta,
       scaling=c.rope_scaling,
     )
     new_cache = []
     for i, layer in enumerate(self.layers):
       pair = None if cache is None else cache[i]
-      x, pair = layer(x, positions, turns, mask, start, pair, slots)
+      x, pair = layer(x, turns, where, pair)
       new_cache.append(pair)
     return self.norm(x), tuple(new_cache)
 
@@ -201,7 +204,8 @@ class Decoder(nn.Module):
 
   def __call__(self, tokens):  # only for `init`: touches every parameter
     positions = jnp.zeros_like(tokens)
-    hidden, _ = self.hidden(tokens, positions, jnp.ones((1, 1, 1, 1, 1), bool))
+    where = attention.Where(positions, segments=positions)
+    hidden, _ = self.hidden(tokens, where)
     return self.head(hidden)
 
 
@@ -243,22 +247,15 @@ class Transformer:
 
   def apply(self, params, tokens, start, cache, slots=None):
     positions = start[:, None] + jnp.arange(tokens.shape[1])  # [rows, C]
-    columns = jnp.arange(cache[0][0].shape[2])
-    mask = columns <= positions[:, None, None, :, None]  # [rows, 1, 1, C, L]
+    where = attention.Where(positions, start=start, slots=slots)
     return self.decoder(self.config).apply(
-      {"params": params},
-      *(tokens, positions, mask, start, cache, slots),
-      method="hidden",
+      {"params": params}, tokens, where, cache, method="hidden"
     )
 
   def forward(self, params, tokens, positions, segments):
-    width = tokens.shape[1]
-    causal = jnp.arange(width)[:, None] >= jnp.arange(width)
-    mask = causal & (segments[:, :, None] == segments[:, None, :])
+    where = attention.Where(positions, segments=segments)
     hidden, _ = self.decoder(self.config).apply(
-      {"params": params},
-      *(tokens, positions, mask[:, None, None]),
-      method="hidden",
+      {"params": params}, tokens, where, method="hidden"
     )
     return hidden
 
