@@ -41,7 +41,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from benchmarks import bench, hlo, programs
-from oppo_jax import overlap
+from oppo_jax import jit_table
 
 _TARGET = flags.DEFINE_string("target", "h200", "h200, or a TPU: v5e:2x4, ...")
 _MODELS = flags.DEFINE_list("models", list(bench.PUBLISHED), "Their shapes.")
@@ -178,7 +178,7 @@ def compiled(target, name, program, layer_bytes):
   given = (pair.split("=", 1) for pair in _OPTIONS.value)
   options = {k: typed.get(v, v) for k, v in given}
   if name == "decode_and_append" and target.is_gpu:
-    options = overlap.ONE_GRAPH | options
+    options = jit_table.ONE_GRAPH | options
   args = target.place(program.args)
   with tempfile.TemporaryDirectory() as folder:
     if target.is_gpu:

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import bench
-from oppo_jax import assemble, flight, keys, overlap, packing
+from oppo_jax import assemble, flight, jit_table, keys, overlap, packing
 from oppo_jax import config as config_lib
 
 # What a program is compiled with. "graph": loops captured in its CUDA graph.
 CAPTURED = "xla_gpu_enable_command_buffer"
-FORMS = {"plain": {}, "graph": {CAPTURED: overlap.ONE_GRAPH[CAPTURED]}}
+FORMS = {"plain": {}, "graph": {CAPTURED: jit_table.ONE_GRAPH[CAPTURED]}}
 
 
 def seconds_of(call, *, rounds, until):

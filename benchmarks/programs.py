@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop's compiled programs on shapes alone: nothing is allocated.
 
-What `overlap.make_fns` jits, with the arguments that a run of this config would
-give it, as `jax.ShapeDtypeStruct`.
+What `jit_table.make_fns` jits, with the arguments that a run of this config
+would give it, as `jax.ShapeDtypeStruct`.
 """
 
 from collections.abc import Callable

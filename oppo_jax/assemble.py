@@ -19,8 +19,8 @@ from oppo_jax import (
   generation,
   grading,
   hf,
+  jit_table,
   models,
-  overlap,
   pretrained,
   rescore,
   rewards,
@@ -230,7 +230,7 @@ def build(
     algorithm = algorithm._replace(scorers=algorithm.scorers - {"reward"})
   order = ("reward", "reference", "critic", "policy")
   scorers = {name: getattr(found, name) for name in order}
-  fns = overlap.make_fns(
+  fns = jit_table.make_fns(
     sizes=flight.Sizes(
       num_slots=config_lib.num_slots(config),
       batch_size=r.batch_size,

@@ -15,6 +15,7 @@ from oppo_jax import (
   decode,
   flight,
   grading,
+  jit_table,
   metrics,
   overlap,
   score,
@@ -52,7 +53,7 @@ def make_fns(
   decode_rows: int,
 ) -> flight.Fns:
   """The loop's functions for generation alone."""
-  return overlap.make_fns(
+  return jit_table.make_fns(
     sizes=flight.Sizes(
       num_slots=num_slots,
       batch_size=num_slots // 2,

@@ -88,7 +88,7 @@ def test_a_module_says_what_it_is_for(path):
 def test_jit_is_written_in_few_places():
   """The loop's `make_fns`, the supervised stages before it, the proofs."""
   assert where(r"\bjax\.jit\b") == {
-    "oppo_jax/overlap.py",
+    "oppo_jax/jit_table.py",
     "oppo_jax/supervised.py",
     "oppo_jax/warm_start.py",
     "oppo_jax/claims.py",

@@ -24,6 +24,7 @@ from oppo_jax import (
   algos,
   decode,
   flight,
+  jit_table,
   keys,
   metrics,
   overlap,
@@ -201,7 +202,7 @@ def engine(name):
     bin_width=sizes.row_len,
     micro_rows=1,
   )
-  fns = overlap.make_fns(
+  fns = jit_table.make_fns(
     sizes=sizes,
     sampling=sampling,
     policy=policy,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table in `overlap.make_fns`: what compiles, how often, what is donated;
+"""The table in `jit_table.make_fns`: what compiles, how often, what is donated;
 and where the host waits.
 """
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
-from oppo_jax import flight, metrics, overlap, slots
+from oppo_jax import flight, jit_table, metrics, overlap, slots
 
 CHUNK_SIZES = (3, 1, 64, 7, 3)
 DELTAS = (3, 0, 4, 1, 2)
@@ -157,7 +157,7 @@ def test_a_rollout_waits_once_per_chunk(setup, chunk_size):
 
 def test_a_cast_is_to_the_dtype_that_is_computed_in():
   def cast_of(dtype):
-    fns = overlap.make_fns(
+    fns = jit_table.make_fns(
       sizes=tiny.SIZES,
       sampling=tiny.SAMPLING,
       policy=tiny.model(dtype=dtype),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 
-from oppo_jax import flight, metrics, overlap, schedule
+from oppo_jax import flight, jit_table, metrics, overlap, schedule
 
 SCORERS = ("reward", "reference", "critic", "policy")
 NUM_STEPS = 12
@@ -30,7 +30,7 @@ def functions(**changes):
   """
   lm, scalar = tiny.light("lm"), tiny.light("scalar")
   models = dict(reward=scalar, reference=lm, critic=scalar, policy=lm)
-  fns = overlap.make_fns(
+  fns = jit_table.make_fns(
     sizes=tiny.SIZES._replace(**changes),
     sampling=tiny.SAMPLING,
     policy=lm,

@@ -11,7 +11,7 @@ import pytest
 import tiny
 from compare import assert_close, assert_exact
 
-from oppo_jax import flight, metrics, overlap
+from oppo_jax import flight, jit_table, metrics, overlap
 
 SIZES = tiny.SIZES
 TILE_LEN = SIZES.tile.length
@@ -207,7 +207,7 @@ def test_the_kl_to_an_equal_reference_is_zero(temperature, top_k, top_p):
   sampling = tiny.SAMPLING._replace(
     temperature=temperature, top_k=top_k, top_p=top_p
   )
-  fns = overlap.make_fns(
+  fns = jit_table.make_fns(
     sizes=SIZES,
     sampling=sampling,
     policy=model,

@@ -12,6 +12,7 @@ from oppo_jax import (
   algos,
   decode,
   flight,
+  jit_table,
   metrics,
   models,
   overlap,
@@ -143,7 +144,7 @@ def light(head="lm"):
 @functools.lru_cache
 def light_loop(**changes):
   """Loop functions without scorers and updates, of other `flight.Sizes`."""
-  fns = overlap.make_fns(
+  fns = jit_table.make_fns(
     sizes=SIZES._replace(**changes),
     sampling=SAMPLING,
     policy=light(),
@@ -177,7 +178,7 @@ def setup(
     micro_rows=2,
   )
   of = dict(reward=scalar, reference=policy, critic=scalar, policy=policy)
-  fns = overlap.make_fns(
+  fns = jit_table.make_fns(
     sizes=sizes,
     sampling=sampling,
     policy=policy,
