@@ -363,16 +363,16 @@ MUTANTS = (
   # The model.
   Mutant(
     "a token does not see itself",
-    "models/transformer.py",
-    "mask = columns <= positions[:, None, None, :, None]",
-    "mask = columns < positions[:, None, None, :, None]",
+    "models/attention.py",
+    "<= at[:, None, None, :, None]",
+    "< at[:, None, None, :, None]",
     "cache oracle",
   ),
   Mutant(
     "rows of a packed bin see each other",
-    "models/transformer.py",
-    "(segments[:, :, None] == segments[:, None, :])",
-    "(segments[:, :, None] >= -1)",
+    "models/attention.py",
+    "segments[:, start:end, None] == segments[:, None, :end]",
+    "segments[:, start:end, None] >= -1",
     "oracle",
   ),
   Mutant(
@@ -381,6 +381,13 @@ MUTANTS = (
     "keep = jnp.exp(top - new_top)",
     "keep = jnp.ones_like(top)",
     "oracle",
+  ),
+  Mutant(
+    "a kernel reads a column that is not written yet",
+    "models/flash.py",
+    "jnp.repeat(start, kv)",
+    "jnp.repeat(start + 1, kv)",
+    "flash",
   ),
   # Rewards and advantages.
   Mutant(
