@@ -18,11 +18,16 @@ import functools
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.pallas.ops.gpu import attention as packed_kernel
-from jax.experimental.pallas.ops.gpu import decode_attention as cached_kernel
 
 MIN_BLOCK = 16  # columns of a part: a power of two of at least so many
 WIDTH = 128  # of packed rows: a multiple of the kernel's blocks
+
+
+def _kernels():
+  """Imported on first use: not every build of JAX has them."""
+  from jax.experimental.pallas.ops.gpu import attention, decode_attention
+
+  return attention.mha, decode_attention.mqa
 
 
 def _run(kernel, *args):
@@ -52,7 +57,8 @@ def packed(q, k, v, segments):
     x = x.reshape(rows, width, kv * group, dim)
     return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
 
-  kernel = functools.partial(packed_kernel.mha, sm_scale=dim**-0.5, causal=True)
+  mha, _ = _kernels()
+  kernel = functools.partial(mha, sm_scale=dim**-0.5, causal=True)
   segments = jnp.pad(segments, ((0, 0), (0, more)))  # unseen: they come last
   out = _run(kernel, heads(q), heads(k), heads(v), segments)
   return out[:, :width].reshape(q.shape)
@@ -79,10 +85,11 @@ def cached(q, k, v, new_k, new_v, start, *, block):
   # What lies before: no query of a row differs in what it may see, so tokens
   # and heads are one axis.
   flat = lambda x: x.reshape(rows * kv, -1, dim)
+  _, mqa = _kernels()
   kernel = functools.partial(
-    cached_kernel.mqa,
+    mqa,
     sm_scale=scale,
-    block_h=MIN_BLOCK if c == 1 else 64,
+    block_h=16 if c == 1 else 64,  # queries of a program
     block_k=min(block, 128),
     k_splits=num_columns // block,
     return_residuals=True,
