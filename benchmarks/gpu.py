@@ -72,6 +72,7 @@ COMMON = dict(
     ["blocks", "graph"],
   ],
   score_forms=[["dense", "plain"], ["flash", "plain"], ["blocks", "graph"]],
+  update_forms=["dense", "flash"],  # attention; blocks are of a cache
   arms=[  # (arm, dispatch, attention)
     ["serial", "separate", "dense"],
     ["oppo", "separate", "dense"],
@@ -211,21 +212,19 @@ def judged(part, row, machine):
 def hidden(rows):
   """Of the shorter of decoding and scoring, the share that took no time.
 
-  By dispatch, with the attention of the last row.
+  By dispatch and attention, where both arms have run.
   """
-  rows = [r for r in rows if r["attention"] == rows[-1]["attention"]]
-  by = {(r["arm"], r["dispatch"]): r["raw"] for r in rows}
+  by = {(r["arm"], r["dispatch"], r["attention"]): r["raw"] for r in rows}
   mean = lambda of, key: sum(r[key] for r in of) / len(of)
   phases = lambda of: [mean(of, f"time/{k}_s") for k in ("decode", "score")]
-  if ("serial", "separate") not in by:
-    return {}
-  decode, score = phases(by["serial", "separate"])
-  return {
-    dispatch: (decode + score - sum(phases(by["intra", dispatch])))
-    / max(min(decode, score), 1e-9)
-    for dispatch in ("separate", "fused")
-    if ("intra", dispatch) in by
-  }
+  found = {}
+  for (arm, dispatch, attention), streamed in by.items():
+    alone = by.get(("serial", "separate", attention))
+    if arm == "intra" and alone:
+      apart, together = phases(alone), sum(phases(streamed))
+      share = (sum(apart) - together) / max(min(apart), 1e-9)
+      found[f"{dispatch} {attention}"] = share
+  return found
 
 
 def line(part, row):
@@ -278,7 +277,7 @@ def main(argv):
           result["machine"] = row
         of["rows"].append(judged(part, row, result["machine"]))  # noqa: B023
         if part == "arms":  # noqa: B023
-          of["hidden"] = hidden(of["rows"]) or of.get("hidden")  # noqa: B023
+          of["hidden"] = hidden(of["rows"])  # noqa: B023
         say("   " + line(part, row))  # noqa: B023
         save()
 

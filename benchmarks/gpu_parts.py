@@ -240,8 +240,8 @@ def batch_of(engine, lengths, prompt_len):
 def update(spec, until):
   """Seconds of an update on one batch of real lengths, and its model-FLOPs."""
   for micro_rows in spec["micro_rows"]:
-    for attention in spec["attention"]:
-      if attention != "blocks" and time.monotonic() < until:
+    for attention in spec["update_forms"]:
+      if time.monotonic() < until:
         yield _update(spec, micro_rows, attention, until)
 
 

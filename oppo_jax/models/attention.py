@@ -192,9 +192,8 @@ def causal(q, k, v, where, cache, *, kind, block):
     put = lambda x, new: write(x, new, where.start, slots)
     cache = put(cache[0], k), put(cache[1], v)
     if kind == "flash":
-      near = [x.astype(cache[0].dtype) for x in (k, v)]
       far = [read(x, slots) for x in cache]
-      out = flash.cached(q, *far, *near, where.start, block=block)
+      out = flash.cached(q, *far, k, v, where.start, block=block)
     elif block:
       out = attend_blocks(q, *cache, at, slots, block=block)
     else:

@@ -11,7 +11,8 @@
 A row is computed by programs of its own in an order of its own, so its bits
 depend on its own tokens and prefix alone. Matrix products of float32 would be
 rounded to TF32: they are meant for bfloat16. Elsewhere than on a GPU kernels
-are interpreted, for tests.
+are interpreted, for tests. Not every build of JAX has them, hence imports on
+first use.
 """
 
 import functools
@@ -21,13 +22,6 @@ from jax import lax
 
 MIN_BLOCK = 16  # columns of a part: a power of two of at least so many
 WIDTH = 128  # of packed rows: a multiple of the kernel's blocks
-
-
-def _kernels():
-  """Imported on first use: not every build of JAX has them."""
-  from jax.experimental.pallas.ops.gpu import attention, decode_attention
-
-  return attention.mha, decode_attention.mqa
 
 
 def _run(kernel, *args):
@@ -49,6 +43,8 @@ def packed(q, k, v, segments):
   Returns:
     [rows, W, K, H/K, dim].
   """
+  from jax.experimental.pallas.ops.gpu import attention
+
   rows, width, kv, group, dim = q.shape
   more = -width % WIDTH
 
@@ -57,8 +53,7 @@ def packed(q, k, v, segments):
     x = x.reshape(rows, width, kv * group, dim)
     return jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0)))
 
-  mha, _ = _kernels()
-  kernel = functools.partial(mha, sm_scale=dim**-0.5, causal=True)
+  kernel = functools.partial(attention.mha, sm_scale=dim**-0.5, causal=True)
   segments = jnp.pad(segments, ((0, 0), (0, more)))  # unseen: they come last
   out = _run(kernel, heads(q), heads(k), heads(v), segments)
   return out[:, :width].reshape(q.shape)
@@ -79,15 +74,16 @@ def cached(q, k, v, new_k, new_v, start, *, block):
   Returns:
     [rows, C, K, H/K, dim].
   """
+  from jax.experimental.pallas.ops.gpu import decode_attention
+
   rows, c, kv, group, dim = q.shape
   scale, num_columns = dim**-0.5, k.shape[2]
 
   # What lies before: no query of a row differs in what it may see, so tokens
   # and heads are one axis.
   flat = lambda x: x.reshape(rows * kv, -1, dim)
-  _, mqa = _kernels()
   kernel = functools.partial(
-    mqa,
+    decode_attention.mqa,
     sm_scale=scale,
     block_h=16 if c == 1 else 64,  # queries of a program
     block_k=min(block, 128),
@@ -97,8 +93,8 @@ def cached(q, k, v, new_k, new_v, start, *, block):
   )
   asked = jnp.moveaxis(q, 1, 2)  # [rows, K, C, H/K, dim]
   far, (far_total, far_top) = _run(
-    lambda q, k, v, n, **kw: kernel(q, k, v, kv_seq_len=n, **kw),
-    *(flat(asked), flat(k), flat(v), jnp.repeat(start, kv)),
+    *(kernel, flat(asked), flat(k), flat(v)),
+    *(None, jnp.repeat(start, kv)),  # columns from the first to `start`
   )
   shape = (rows, kv, c, group)
   far = far.astype(jnp.float32).reshape(*shape, dim)
