@@ -88,7 +88,7 @@ def lengths_of(workload, *, limit, num, seed=0):
     workload: "full", "half" (all at half the limit), "short" (uniform to an
       eighth of it), "uniform", "geometric" (mean a quarter), "lognormal"
       (median 48/256 of the limit, sigma 1), "lognormal_half" (the same
-      lengths, halved), or the path of a CSV trace.
+      lengths, halved; see also `prompt_len_of`), or the path of a CSV trace.
     limit: R.
     num: how many.
     seed: of the draw.
@@ -113,6 +113,11 @@ def lengths_of(workload, *, limit, num, seed=0):
       workload, limit=limit, num=num, seed=seed
     )
   return np.clip(draws[workload](), 1, limit).astype(int)
+
+
+def prompt_len_of(workload, prompt_len):
+  """A workload of halved lengths has halved prompts, too."""
+  return prompt_len // 2 if workload.endswith("_half") else prompt_len
 
 
 def config_of(

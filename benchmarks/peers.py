@@ -156,7 +156,7 @@ def run(workload, seed):
   job = {
     "lengths": [int(n) for n in lengths],
     "batch_size": _BATCH_SIZE.value,
-    "prompt_len": _PROMPT.value,
+    "prompt_len": bench.prompt_len_of(workload, _PROMPT.value),
     "response_len": _RESPONSE.value,
     "steps": steps,
     "delta": _DELTA.value,

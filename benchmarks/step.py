@@ -4,10 +4,11 @@ r"""Time of a PPO step, arm by arm, on forced response lengths.
   python -m benchmarks.step --workloads=lognormal,full --out=step.json
   python -m benchmarks.step --workloads=trace.csv.gz --batch_size=64 --delta=32
 
-Arms run in turn, a step each, so that whatever else the machine does meets all
-of them alike; medians, and ratios to `serial` within the run. The first steps
-compile and fill the slots, and are left out. `serial`, `sequence` and `intra`
-have B slots, `inter` and `oppo` B + delta.
+Arms run in turn, those of all workloads, a step each, so that whatever else the
+machine does meets all of them alike; ratios are to the first arm, and of
+workloads to the first one. The first steps compile and fill the slots, and are
+left out. `serial`, `sequence` and `intra` have B slots, `inter` and `oppo` B +
+delta.
 
 Each step's wall time is split into decode (until the batch is complete; tiles
 scored meanwhile included), score (what was left to score), update, and host
@@ -17,6 +18,7 @@ may have been at work; in `idle` no device executed anything. That takes a
 profile, of --profiled more steps.
 """
 
+import itertools
 import statistics
 import sys
 
@@ -55,33 +57,34 @@ def overrides():
   return found
 
 
-def run(workload):
-  """Raw rows of every arm, in the order in which they ran, and idle shares."""
+def make(workload, arm):
+  """An arm at work on a workload."""
   num = (_STEPS.value + _WARM_UP.value + 1) * _BATCH_SIZE.value + _DELTA.value
+  config = bench.config_of(
+    arm,
+    model=_MODEL.value,
+    batch_size=_BATCH_SIZE.value,
+    delta=_DELTA.value,
+    prompt_len=bench.prompt_len_of(workload, _PROMPT.value),
+    response_len=_RESPONSE.value,
+    staleness=_STALENESS.value,
+    **overrides(),
+  )
   lengths = bench.lengths_of(workload, limit=_RESPONSE.value, num=num)
-  arms = {
-    arm: bench.Arm(
-      bench.config_of(
-        arm,
-        model=_MODEL.value,
-        batch_size=_BATCH_SIZE.value,
-        delta=_DELTA.value,
-        prompt_len=_PROMPT.value,
-        response_len=_RESPONSE.value,
-        staleness=_STALENESS.value,
-        **overrides(),
-      ),
-      lengths,
-    )
-    for arm in _ARMS.value
-  }
-  rows = {arm: [] for arm in arms}
+  return bench.Arm(config, lengths)
+
+
+def run():
+  """By (workload, arm): raw rows as they ran, and idle shares."""
+  pairs = itertools.product(_WORKLOADS.value, _ARMS.value)
+  arms = {pair: make(*pair) for pair in pairs}
+  rows = {pair: [] for pair in arms}
   for index in range(_WARM_UP.value + _STEPS.value):
     for name, arm in arms.items():
       row = arm.step()
       if index >= _WARM_UP.value:
         rows[name].append(row)
-  idle = {name: [] for name in arms}
+  idle = {pair: [] for pair in arms}
   for _ in range(_PROFILED.value):
     for name, arm in arms.items():
       idle[name].append(busy.idle(busy.profile(arm.step)))
@@ -143,16 +146,27 @@ def table(workload, arms):
 def main(argv):
   del argv
   result = bench.conditions() | {"workloads": {}}
+  rows, idle = run()
+  first = None
   for workload in _WORKLOADS.value:
-    rows, idle = run(workload)
-    arms = {name: summary(rows[name], idle[name]) for name in rows}
+    raw = {arm: rows[workload, arm] for arm in _ARMS.value}
+    shares = {arm: idle[workload, arm] for arm in _ARMS.value}
+    arms = {arm: summary(raw[arm], shares[arm]) for arm in _ARMS.value}
     result["workloads"][workload] = {
       "arms": arms,
-      "raw": rows,
-      "raw_idle": idle,
+      "raw": raw,
+      "raw_idle": shares,
     }
-    sys.stdout.write("\n".join(table(workload, arms)) + "\n\n")
-    sys.stdout.flush()
+    sys.stdout.write("\n".join(table(workload, arms)) + "\n")
+    now = arms[_ARMS.value[0]]
+    first = first or now
+    wall, cpu = (first[k] / now[k] for k in ("mean_wall_s", "mean_cpu_s"))
+    if now is not first:
+      sys.stdout.write(
+        f"{_WORKLOADS.value[0]} takes {wall:.2f} times its wall time,"
+        f" {cpu:.2f} times its CPU time\n"
+      )
+    sys.stdout.write("\n")
   if _OUT.value:
     bench.write(_OUT.value, result)
 

@@ -208,6 +208,7 @@ def build(
   )
   decode_loop = auto.decode_loop(r.decode_loop, backend)
   decode_rows = auto.decode_rows(r.decode_rows, backend)
+  dispatch = auto.dispatch(o.dispatch, backend)
   row_len = config_lib.row_len(config)
   optim = config.optim.to_dict()
   del optim["pack_width"], optim["micro_rows"]
@@ -244,13 +245,14 @@ def build(
       restarts=o.inter == "restart",
       keep_policy_cache=o.policy_cache == "keep",
       keep_critic_cache=o.critic_cache == "keep",
+      speculates=auto.speculates(o.placement, dispatch),
     ),
     sampling=sampling,
     policy=found.policy,
     scorers={k: v for k, v in scorers.items() if k in algorithm.scorers},
     algorithm=algorithm,
     devices=devices_of(o.placement),
-    dispatch=auto.dispatch(o.dispatch, backend),
+    dispatch=dispatch,
   )
   generating = dict(
     num_slots=64,

@@ -65,6 +65,15 @@ def micro_rows(
   return max(tokens // width, 1) if backend == "cpu" else 8
 
 
+def speculates(placement: str, dispatch: str) -> bool:
+  """Whether trained scorers score rows that may be deferred, in vain then.
+
+  For nothing where decoding hides it: on devices of their own, or inside of
+  the chunk's program. `dispatch` is what was chosen.
+  """
+  return placement == "disaggregated" or dispatch == "fused"
+
+
 def dispatch(asked: str, backend: str) -> str:
   """Chunks and tiles as "separate" programs, or "fused" into one.
 

@@ -74,6 +74,9 @@ def read(workdir: str) -> Run:
       ),
       keep_policy_cache=o["policy_cache"] == "keep",
       keep_critic_cache=o["critic_cache"] == "keep",
+      speculates=auto.speculates(
+        o["placement"], auto.dispatch(o["dispatch"], backend)
+      ),
       update=schedule.Update(
         num_epochs=config["algo"]["num_epochs"],
         num_minibatches=config["algo"]["num_minibatches"],

@@ -34,6 +34,8 @@ class Sizes(NamedTuple):
     restarts: unfinished rows start again from their prompt at an update.
     keep_policy_cache: a deferred row's policy cache survives the update.
     keep_critic_cache: a deferred row's values survive the update.
+    speculates: scorers that the update makes stale run tiles of rows that may
+      yet be deferred, see `waiting`.
   """
 
   num_slots: int
@@ -48,6 +50,7 @@ class Sizes(NamedTuple):
   restarts: bool
   keep_policy_cache: bool
   keep_critic_cache: bool
+  speculates: bool
 
 
 class Fns(NamedTuple):
@@ -213,6 +216,18 @@ def _stale(sizes: Sizes, names) -> set[str]:
   if not sizes.keep_critic_cache:
     stale |= {"critic"}
   return stale & set(names)
+
+
+def waiting(sizes: Sizes, state: OverlapState) -> set[str]:
+  """Scorers that wait until it is known which rows leave.
+
+  What they say of a row that is deferred is lost with the update. Where
+  decoding hides their work it may be tried; else it would take time for
+  nothing, unless no row is going to be deferred.
+  """
+  if sizes.speculates or int(state.in_flight.sum()) == sizes.batch_size:
+    return set()
+  return _stale(sizes, state.scorers)
 
 
 def before_update(fns: Fns, state: OverlapState) -> OverlapState:

@@ -67,6 +67,7 @@ def make_fns(
       restarts=False,
       keep_policy_cache=True,
       keep_critic_cache=True,
+      speculates=False,
     ),
     sampling=sampling,
     policy=policy,

@@ -67,19 +67,19 @@ def score_rows(
   state: OverlapState,
   params: dict[str, types.Params],
   tokens: jax.Array,
-  rows: np.ndarray,
+  rows: dict[str, np.ndarray],
   *,
   flush: bool,
   hold: bool = False,
 ) -> tuple[OverlapState, dict[str, int], Held | None]:
-  """Dispatches the pending tiles of `rows` to every scorer.
+  """Dispatches to every scorer the pending tiles of its `rows`.
 
   Args:
     fns: jitted functions.
     state: in flight.
     params: by scorer.
     tokens: of the report that says how long rows are.
-    rows: [S] which of them.
+    rows: by scorer, [S] which of them.
     flush: see `tiling.calls_of`.
     hold: keep the last call of every scorer back, if each has one.
 
@@ -88,10 +88,12 @@ def score_rows(
     the caller dispatches that before anything else of these scorers.
   """
   tile = fns.sizes.tile
-  limit = tiling.limits(state.length, state.done, rows, tile_len=tile.length)
   scorers, frontier, num_tiles = dict(state.scorers), dict(state.frontier), {}
   calls = {}
   for name in scorers:
+    limit = tiling.limits(
+      state.length, state.done, rows[name], tile_len=tile.length
+    )
     calls[name], after = tiling.calls_of(
       frontier[name], limit, num_rows=tile.rows, flush=flush
     )
@@ -173,6 +175,7 @@ def rollout(
   state = prefill_policy(fns, state, params["policy"])
   scorer_params = fns.for_scorers({k: params[k] for k in state.scorers})
   num_tiles = dict.fromkeys(state.scorers, 0)
+  waiting = flight.waiting(fns.sizes, state)
 
   def run_scorers(state, tokens, rows, *, flush, hold):
     state, more, held = score_rows(
@@ -216,6 +219,7 @@ def rollout(
         "sequence": seen.done,
         "chunk": state.in_flight,
       }[intra]
+      rows = {k: rows & (k not in waiting) for k in num_tiles}
       # The last dispatch is behind us once the batch is complete.
       hold = is_fused and not is_complete
       state, held = run_scorers(
@@ -227,9 +231,8 @@ def rollout(
           response = slice(state.prompt_len[slot], state.length[slot])
           on_done(int(state.uid[slot]), tokens[slot, response])
   with timers("score"):
-    state, _ = run_scorers(
-      state, report.tokens, seen.selected, flush=True, hold=False
-    )
+    rows = dict.fromkeys(num_tiles, seen.selected)
+    state, _ = run_scorers(state, report.tokens, rows, flush=True, hold=False)
 
   outputs = {name: s.outputs for name, s in state.scorers.items()}
   outputs = fns.for_policy(outputs)

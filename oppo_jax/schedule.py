@@ -72,6 +72,8 @@ class Rules(NamedTuple):
     scorers: of "reward", "reference", "critic", "policy".
     keep_policy_cache: a deferred row's policy cache survives the update.
     keep_critic_cache: a deferred row's values survive the update.
+    speculates: scorers that the update makes stale run tiles of rows that may
+      yet be deferred.
     update: how a batch is cut.
   """
 
@@ -86,12 +88,19 @@ class Rules(NamedTuple):
   scorers: tuple[str, ...]
   keep_policy_cache: bool
   keep_critic_cache: bool
+  speculates: bool
   update: Update
 
   def class_of(self, scorer: str) -> str:
     """Scorers of one class have run the same tiles at all times."""
     is_kept = scorer in KEPT or (scorer == "critic" and self.keep_critic_cache)
     return "kept" if is_kept else "dropped"
+
+  def intra_of(self, name: str, num_in_flight: int) -> str:
+    """When tiles of a class of scorers run: `flight.waiting`."""
+    is_stale = name == "dropped" or self.restarts
+    may_be_lost = is_stale and num_in_flight > self.batch_size
+    return "none" if may_be_lost and not self.speculates else self.intra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +300,9 @@ def run_step(
   rounds = dict(chunks=chunks, chunk_size=chunk_size)
   for name, ran in b.frontier.items():
     calls[name], frontier[name] = _score(
-      rules, ran, b.left, began, length, left <= 0, used, taken, **rounds
+      rules._replace(intra=rules.intra_of(name, num_used)),
+      *(ran, b.left, began, length, left <= 0, used, taken),
+      **rounds,
     )
   target = b.target[taken]
   step = Step(

@@ -193,6 +193,7 @@ def common_of(
     scorers=tuple(args.scorers),
     keep_policy_cache=bool(runs) and runs[0].rules.keep_policy_cache,
     keep_critic_cache=bool(runs) and runs[0].rules.keep_critic_cache,
+    speculates=bool(runs) and runs[0].rules.speculates,
     update=update,
   )
 

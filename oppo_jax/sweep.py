@@ -74,7 +74,8 @@ class Common(NamedTuple):
   """What all runs share.
 
   Attributes:
-    rules: of the schedule; slots, B, `intra` and `restarts` are filled in.
+    rules: of the schedule; slots, B, `intra` and `restarts` are filled in,
+      and `speculates` with two devices.
     delta_rule: keywords of `delta.init`; "init" is filled in.
     chunk_rule: keywords of `chunking.init`; "size" and "sizes" are filled in.
     decode_loop: "while" or "fori".
@@ -101,15 +102,16 @@ def made_up_scores(
 
 
 def rules_of(
-  arm: str, batch_size: int, most: int, rules: schedule.Rules
+  arm: str, batch_size: int, most: int, num_devices: int, rules: schedule.Rules
 ) -> schedule.Rules:
-  """Rules of an arm with room for B + `most` rows."""
+  """Rules of an arm with room for B + `most` rows, on 1 or 2 devices."""
   intra, inter = ARMS[arm]
   return rules._replace(
     num_slots=math.ceil((batch_size + most) / 8) * 8,
     batch_size=batch_size,
     intra=intra,
     restarts=inter == "restart",
+    speculates=rules.speculates or num_devices == 2,
   )
 
 
@@ -131,14 +133,14 @@ def machines_of(
   rules: schedule.Rules,
   lists: Lists,
   priced: costs.Costs | Figures,
+  num_devices: int,
   *,
   decode_loop: str,
 ) -> dict[str, predict.Machine]:
-  """Machines, by what sets them apart."""
+  """Machines of 1 or 2 devices, by what sets them apart."""
   is_fitted = isinstance(priced, costs.Costs)
   made = {}
-  for num_devices, latency_s, params in itertools.product(
-    lists.num_devices,
+  for latency_s, params in itertools.product(
     lists.link_latency_s,
     [0.0] if is_fitted else priced.params,
   ):
@@ -203,13 +205,15 @@ def simulate(
     priced: fitted costs, or what to make them of.
   """
   made: list[dict[str, Any]] = []
-  for name, (arm, batch_size, extra, chunks) in itertools.product(
-    found, combinations(lists, common)
+  for name, num_devices, (arm, batch_size, extra, chunks) in itertools.product(
+    found, lists.num_devices, combinations(lists, common)
   ):
     is_deferring = ARMS[arm][1] != "none"
     most = max(extra, common.delta_rule["max"]) if is_deferring else 0
-    rules = rules_of(arm, batch_size, most, common.rules)
-    machines = machines_of(rules, lists, priced, decode_loop=common.decode_loop)
+    rules = rules_of(arm, batch_size, most, num_devices, common.rules)
+    machines = machines_of(
+      *(rules, lists, priced, num_devices), decode_loop=common.decode_loop
+    )
     # A tuned chunk size follows the clock: each machine has a run of its own.
     is_tuned = common.chunk_rule["kind"] == "tuned"
     for labels in [[k] for k in machines] if is_tuned else [list(machines)]:

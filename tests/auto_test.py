@@ -52,6 +52,12 @@ def test_a_micro_batch_on_a_cpu_fits_its_caches(width, mlp_dim, rows):
   assert auto.micro_rows(0, "gpu", **sizes) == 8
 
 
+def test_work_that_may_be_in_vain_is_done_where_decoding_hides_it():
+  assert not auto.speculates("colocated", "separate")
+  assert auto.speculates("colocated", "fused")
+  assert auto.speculates("disaggregated", "separate")
+
+
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
 def test_no_backend_does_unasked_what_was_not_measured(backend):
   assert auto.attention("auto", backend) == "xla"

@@ -50,6 +50,24 @@ def test_caches_that_go_stale_are_given_back_and_no_others(case):
 
 
 @pytest.mark.parametrize("case", STALE)
+def test_who_waits_for_the_batch_are_scorers_that_may_work_in_vain(case):
+  changes, stale = STALE[case]
+  fns = tiny.variant(**changes).fns
+  sizes = fns.sizes._replace(speculates=False)
+  with_extra = lambda extra: flight.admit(
+    fns,
+    flight.init(fns),
+    num_in_flight=sizes.batch_size + extra,
+    prompt_of=tiny.prompt_of,
+    version=0,
+  )
+  scorers = stale - {flight.POLICY_CACHE}
+  assert flight.waiting(sizes, with_extra(1)) == scorers
+  assert flight.waiting(sizes, with_extra(0)) == set()  # all will be taken
+  assert flight.waiting(fns.sizes, with_extra(1)) == set()  # hidden anyway
+
+
+@pytest.mark.parametrize("case", STALE)
 def test_giving_caches_back_changes_no_bit(case, monkeypatch):
   changes, _ = STALE[case]
   kept = deferring(changes)

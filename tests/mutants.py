@@ -298,10 +298,17 @@ MUTANTS = (
     "tiling",
   ),
   Mutant(
+    "no scorer waits for the batch",
+    "flight.py",
+    "if sizes.speculates or",
+    "if True or",
+    "score",
+  ),
+  Mutant(
     "the last tiles of a batch are never scored",
     "overlap.py",
-    "state, report.tokens, seen.selected, flush=True,",
-    "state, report.tokens, seen.selected, flush=False,",
+    "state, report.tokens, rows, flush=True,",
+    "state, report.tokens, rows, flush=False,",
     "oracle",
   ),
   Mutant(

@@ -155,6 +155,7 @@ def engine(name):
       restarts=False,
       keep_policy_cache=False,
       keep_critic_cache=False,
+      speculates=False,
     )
     | world.sizes
   )

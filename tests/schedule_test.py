@@ -166,12 +166,15 @@ def as_row(step, rules):
     ("none", {}),
     ("sequence", {}),
     ("chunk", {}),
+    ("sequence", {"speculates": False}),
+    ("chunk", {"speculates": False}),
     ("chunk", {"max_staleness": -1}),
     ("chunk", {"max_staleness": 1}),
     ("chunk", {"group_size": 2}),
     ("chunk", {"keep_critic_cache": True, "keep_policy_cache": True}),
     ("none", {"restarts": True}),
     ("chunk", {"restarts": True, "keep_policy_cache": True}),
+    ("chunk", {"restarts": True, "speculates": False}),
   ],
 )
 @pytest.mark.parametrize("seed", [0, 1, 2])

@@ -53,7 +53,9 @@ def scored(setup, params, tokens, rounds):
     state = dataclasses.replace(state, length=length, done=length == LENGTHS)
     so_far = np.where(np.arange(ROW_LEN) < length[:, None], tokens, 0)
     state, more, _ = overlap.score_rows(
-      *(setup.fns, state, params, so_far, state.in_flight), flush=flush
+      *(setup.fns, state, params, so_far),
+      dict.fromkeys(params, state.in_flight),
+      flush=flush,
     )
     ran = {k: ran[k] + more[k] for k in ran}
   outputs = {k: np.asarray(s.outputs) for k, s in state.scorers.items()}
@@ -196,6 +198,19 @@ def test_frozen_scorers_never_score_a_tile_twice(setup, intra):
     # Rows were scored before they were deferred, else this shows nothing; the
     # critic has changed since, so its tiles of deferred rows were run again.
     assert sum(r.tiles["critic"] for r in run.rollouts) > ran
+
+
+def test_a_critic_that_waits_for_the_batch_says_the_same_with_less_work():
+  what = dict(num_steps=6, delta=lambda step: 4)
+  ahead = tiny.train(tiny.variant(speculates=True), **what)
+  waits = tiny.train(tiny.variant(speculates=False), **what)
+  assert_exact(waits.params, ahead.params)
+  assert_exact(waits.batches, ahead.batches)
+  tiles = lambda run, name: [r.tiles[name] for r in run.rollouts]
+  of_batch = [tiles_of(b.prompt_len + b.response_len) for b in waits.batches]
+  assert tiles(waits, "critic") == of_batch
+  assert sum(of_batch) < sum(tiles(ahead, "critic"))
+  assert tiles(waits, "reward") == tiles(ahead, "reward")
 
 
 @pytest.mark.parametrize(

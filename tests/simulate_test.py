@@ -38,6 +38,7 @@ RULES = schedule.Rules(
   scorers=("reward",),
   keep_policy_cache=False,
   keep_critic_cache=False,
+  speculates=False,
   update=schedule.Update(
     num_epochs=2, num_minibatches=1, micro_rows=1, width=50
   ),
@@ -404,6 +405,8 @@ def test_a_run_gives_its_rules_lengths_scores_and_costs(tmp_path):
       max_staleness=2,
       policy_cache="recompute",
       critic_cache="recompute",
+      placement="colocated",
+      dispatch="auto",
       delta=delta,
       chunk=dict(kind="fixed", size=4, sizes=(4,), period=9),
     ),

@@ -42,6 +42,7 @@ SIZES = flight.Sizes(
   restarts=False,
   keep_policy_cache=False,
   keep_critic_cache=False,
+  speculates=True,
 )
 PPO = ppo_config.PRESETS["openrlhf"] | dict(
   num_epochs=2, num_minibatches=2, logprob_chunk=32
