@@ -24,9 +24,9 @@ from oppo_jax import (
   flight,
   grading,
   metrics,
+  stage_data,
   step,
   traces,
-  warm_start,
 )
 from oppo_jax import config as config_lib
 from oppo_jax.tasks import base as tasks_base
@@ -185,7 +185,7 @@ class Arm:
       corrupt=None,
     )
     self.setup = assemble.Setup(
-      parts=warm_start.Parts(
+      parts=stage_data.Parts(
         task, _NoText(), None, *engine.models, sampler=None
       ),
       examples=[None],

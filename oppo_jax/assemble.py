@@ -25,10 +25,10 @@ from oppo_jax import (
   rescore,
   rewards,
   score,
+  stage_data,
   stream,
   tasks,
   tokenizer,
-  warm_start,
 )
 from oppo_jax import config as config_lib
 from oppo_jax.algos import base as algos_base
@@ -52,7 +52,7 @@ class Setup(NamedTuple):
     rescore_fn: of a reward model that reads text; None = it is streamed.
   """
 
-  parts: warm_start.Parts
+  parts: stage_data.Parts
   examples: Sequence[tasks_base.Example]
   algorithm: algos_base.Algorithm
   fns: flight.Fns
@@ -343,7 +343,7 @@ def setup(
       forced = int(target_lengths[uid % len(target_lengths)])
     return flight.Prompt(prompts.tokens[uids.index(uid)], forced)
 
-  parts = warm_start.Parts(
+  parts = stage_data.Parts(
     task, tokens, prompts, *engine.models, sampler=generator(sampling)
   )
   return Setup(

@@ -202,7 +202,7 @@ def admit(
   )
 
 
-def _stale(sizes: Sizes, names) -> set[str]:
+def goes_stale(sizes: Sizes, names) -> set[str]:
   """What an update makes worthless, of frontiers by name.
 
   Reward model and reference are frozen: what they have scored stays, unless
@@ -227,7 +227,7 @@ def waiting(sizes: Sizes, state: OverlapState) -> set[str]:
   """
   if sizes.speculates or int(state.in_flight.sum()) == sizes.batch_size:
     return set()
-  return _stale(sizes, state.scorers)
+  return goes_stale(sizes, state.scorers)
 
 
 def before_update(fns: Fns, state: OverlapState) -> OverlapState:
@@ -235,7 +235,7 @@ def before_update(fns: Fns, state: OverlapState) -> OverlapState:
 
   They are deleted, whoever holds them: an update needs its memory just then.
   """
-  stale = _stale(fns.sizes, state.frontier)
+  stale = goes_stale(fns.sizes, state.frontier)
   free = lambda cache: jax.tree.map(lambda x: x.delete(), cache)
   cache, scorers = state.cache, dict(state.scorers)
   if POLICY_CACHE in stale:
@@ -253,7 +253,7 @@ def after_update(fns: Fns, state: OverlapState) -> OverlapState:
   Restarting rows (already cut back on the device by `harvest`) are scored from
   the start. What `before_update` gave back is there again, empty.
   """
-  stale = _stale(fns.sizes, state.frontier)
+  stale = goes_stale(fns.sizes, state.frontier)
   if fns.sizes.restarts:
     state = dataclasses.replace(
       state, length=state.prompt_len, done=np.zeros_like(state.done)

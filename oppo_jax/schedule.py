@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from oppo_jax import tile_calls
+
 FREE = -1  # uid of a slot that holds nothing
 NEVER = np.iinfo(np.int64).max // 4  # ticks a free slot has left
 KEPT = ("reward", "reference")  # frozen models: what is scored stays
@@ -131,20 +133,6 @@ class Buffer:
   next_uid: int
 
 
-class Calls(NamedTuple):
-  """Scoring calls of one class of scorers in one step.
-
-  Attributes:
-    tiles: tiles run, by each scorer of the class.
-    streamed: [rounds] calls dispatched when a round was seen.
-    flushed: calls left when the batch was complete.
-  """
-
-  tiles: int
-  streamed: np.ndarray
-  flushed: int
-
-
 class Step(NamedTuple):
   """What happened in one step.
 
@@ -183,7 +171,7 @@ class Step(NamedTuple):
   staleness_sum: int
   staleness_max: int
   prefill_calls: int
-  calls: dict[str, Calls]
+  calls: dict[str, tile_calls.Calls]
   micro_batches: int
 
   def tiles(self, rules: Rules) -> dict[str, int]:
@@ -297,12 +285,18 @@ def run_step(
   chunks = max(1, -(-ticks // chunk_size))
 
   calls, frontier = {}, {}
-  rounds = dict(chunks=chunks, chunk_size=chunk_size)
+  rows = tile_calls.Rows(
+    used, began, left=b.left, length=length, is_done=left <= 0, taken=taken
+  )
   for name, ran in b.frontier.items():
-    calls[name], frontier[name] = _score(
-      rules._replace(intra=rules.intra_of(name, num_used)),
-      *(ran, b.left, began, length, left <= 0, used, taken),
-      **rounds,
+    calls[name], frontier[name] = tile_calls.of_step(
+      rows,
+      ran,
+      intra=rules.intra_of(name, num_used),
+      tile_rows=rules.tile_rows,
+      tile_len=rules.tile_len,
+      chunks=chunks,
+      chunk_size=chunk_size,
     )
   target = b.target[taken]
   step = Step(
@@ -404,72 +398,3 @@ def _prefill_calls(b: Buffer, rules: Rules, began, version) -> int:
     stale &= b.admitted_at == version
   tiles = -(-(began[stale] - 1) // rules.tile_len)
   return -(-int(tiles.sum()) // rules.tile_rows)
-
-
-def _score(
-  rules,
-  frontier,
-  left,
-  began,
-  length,
-  is_done,
-  used,
-  taken,
-  *,
-  chunks,
-  chunk_size,
-):
-  """Calls of one class of scorers, and how far each row is then.
-
-  Between two rounds only whole calls run, so after a round Q * (available // Q)
-  tiles have run, whichever they are. Which ones are held back matters at the
-  end alone, when those of the rows that leave are flushed.
-  """
-  tile_len, num_rows = rules.tile_len, rules.tile_rows
-  whole = -(-length // tile_len)
-  streamed = np.zeros(chunks, np.int64)
-  if rules.intra == "none":
-    after = frontier
-  else:
-    limit = np.where(is_done, whole, (length - 1) // tile_len)
-    limit = np.where(is_done if rules.intra == "sequence" else used, limit, 0)
-    after = np.maximum(limit, frontier)
-    new = after - frontier
-    total = int(new.sum())
-    row = np.repeat(np.arange(len(new)), new)
-    tile = np.arange(total) - np.repeat(np.cumsum(new) - new - frontier, new)
-    at = left[row]  # tick at which the tile exists
-    if rules.intra == "chunk":
-      at = np.minimum(at, (tile + 1) * tile_len + 1 - began[row])
-    seen = np.maximum(-(-at // chunk_size) - 1, 0)
-    available = np.cumsum(np.bincount(seen, minlength=chunks))
-    streamed = np.diff(available // num_rows, prepend=0)
-    if total % num_rows:
-      back = _held_back(available, seen, tile, row, num_rows=num_rows)
-      after = after - np.bincount(back, minlength=len(new))
-  pending = int((whole[taken] - after[taken]).sum())
-  done = after.copy()
-  done[taken] = whole[taken]
-  tiles = int((done - frontier).sum())
-  return Calls(tiles, streamed, -(-pending // num_rows)), done
-
-
-def _held_back(available, seen, tile, row, *, num_rows) -> list[int]:
-  """Slot of each tile that waits for others after the last round.
-
-  A round runs its pending tiles in the order of (tile, slot) and keeps the last
-  `available % Q`. A round that keeps none forgets all before it.
-  """
-  keep = available % num_rows
-  start = int(np.flatnonzero(np.append(0, keep) == 0)[-1])
-  late = np.flatnonzero(seen >= start)
-  late = late[np.lexsort((row[late], tile[late], seen[late]))]
-  cuts = np.searchsorted(seen[late], np.arange(start, len(keep) + 1))
-  back: list[tuple[int, int]] = []
-  for n, lo, hi in zip(keep[start:].tolist(), cuts[:-1], cuts[1:]):
-    if lo == hi:
-      continue
-    last = late[max(lo, hi - n) : hi]
-    new = zip(tile[last].tolist(), row[last].tolist())
-    back = sorted([*back, *new])[-n:]
-  return [slot for _, slot in back]

@@ -35,6 +35,7 @@ from oppo_jax import (
   flight,
   metrics,
   one_shot,
+  short_runs,
   warm_start,
 )
 from oppo_jax import config as config_lib
@@ -73,7 +74,7 @@ def make_bench(
   workdir: str | None,
   temporary: str,
   num_updates: int,
-) -> claims.Bench:
+) -> short_runs.Bench:
   """Sets everything up, with parameters of `workdir` or random ones."""
   config = config.copy_and_resolve_references()
   if not config.overlap.delta.max:  # arms are compared with deferral, too
@@ -94,10 +95,10 @@ def make_bench(
     )
     s = s._replace(prompt_of=forced)
   tolerance = one_shot.TOLERANCE[config.model.dtype]
-  return claims.Bench(config, s, params, num_updates, tolerance)
+  return short_runs.Bench(config, s, params, num_updates, tolerance)
 
 
-def conditions(bench: claims.Bench) -> dict[str, object]:
+def conditions(bench: short_runs.Bench) -> dict[str, object]:
   """What the proof ran under, and what that promises."""
   found = os.environ.get("XLA_FLAGS", "")
   is_gpu = jax.default_backend() == "gpu"
@@ -157,7 +158,7 @@ def main(args: flags.FlagValues) -> None:
     if not under["exact_is_promised"]:
       cli.say(f"for EXACT on this backend: XLA_FLAGS={GPU_FLAGS[0]}")
     cli.say(f"\n{'':6s} {'largest':>8} {'ulp':>6} {'s':>6}")
-    traces, rows, kept = claims.Traces(bench), [], []
+    traces, rows, kept = short_runs.Traces(bench), [], []
     promised = under["exact_is_promised"]
     for name in args.claims:
       for row in claims.CLAIMS[name](bench, traces):

@@ -91,7 +91,7 @@ def test_jit_is_written_in_few_places():
     "oppo_jax/jit_table.py",
     "oppo_jax/supervised.py",
     "oppo_jax/warm_start.py",
-    "oppo_jax/claims.py",
+    "oppo_jax/short_runs.py",
     "oppo_jax/one_shot.py",
   }
   assert not where(r"\b(nn|nnx|flax)\.jit\b|import jit|\bpmap\b")

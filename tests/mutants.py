@@ -456,14 +456,14 @@ MUTANTS = (
   # The update.
   Mutant(
     "the ratio is upside down",
-    "algos/ppo.py",
+    "algos/losses.py",
     "jnp.where(mask, logprobs - denominator, 0)",
     "jnp.where(mask, denominator - logprobs, 0)",
     "ppo",
   ),
   Mutant(
     "the surrogate takes the better branch",
-    "algos/ppo.py",
+    "algos/losses.py",
     "return jnp.maximum(unclipped, clipped), clipped > unclipped",
     "return jnp.minimum(unclipped, clipped), clipped > unclipped",
     "ppo",

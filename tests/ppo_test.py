@@ -14,7 +14,7 @@ import optax
 import pytest
 
 from oppo_jax import algos, ops, packing, types
-from oppo_jax.algos import microbatch, optim, ppo, ppo_config
+from oppo_jax.algos import losses, microbatch, optim, ppo, ppo_config
 
 CLOSE = dict(rtol=0, atol=1e-5)
 REFERENCE_DIR = pathlib.Path(__file__).parents[2] / "shared" / "reference"
@@ -635,7 +635,7 @@ def surrogate_gradient(fn, log_ratio, advantages, **kwargs):
 def test_surrogate_by_hand():
   ratio = jnp.array([1.5, 1.5, 0.5, 0.5, 1.1])
   advantages = jnp.array([1.0, -1.0, 1.0, -1.0, 2.0])
-  loss, is_clipped = ppo.clipped_surrogate(
+  loss, is_clipped = losses.clipped_surrogate(
     jnp.log(ratio), advantages, clip_eps=0.2
   )
   np.testing.assert_allclose(loss, [-1.2, 1.5, -0.5, 0.8, -2.2], **CLOSE)
@@ -644,7 +644,7 @@ def test_surrogate_by_hand():
 
 def test_clipped_branch_has_no_gradient():
   got = surrogate_gradient(
-    ppo.clipped_surrogate,
+    losses.clipped_surrogate,
     np.log([1.5, 1.5, 0.5, 0.5]).astype(np.float32),
     [1.0, -1.0, 1.0, -1.0],
     clip_eps=0.2,
@@ -656,8 +656,8 @@ def test_clipped_branch_has_no_gradient():
 def test_at_ratio_one_the_gradient_is_the_policy_gradient():
   advantages = [1.0, -2.0, 0.5]
   for fn, kwargs in (
-    (ppo.clipped_surrogate, dict(clip_eps=0.2)),
-    (ppo.truncated_surrogate, dict(cap=2.0)),
+    (losses.clipped_surrogate, dict(clip_eps=0.2)),
+    (losses.truncated_surrogate, dict(cap=2.0)),
   ):
     got = surrogate_gradient(fn, [0.0, 0.0, 0.0], advantages, **kwargs)
     np.testing.assert_array_equal(got, -np.array(advantages))
@@ -665,20 +665,20 @@ def test_at_ratio_one_the_gradient_is_the_policy_gradient():
 
 def test_a_truncated_token_still_learns():
   log_ratio = np.log([0.5, 4.0]).astype(np.float32)
-  loss, is_capped = ppo.truncated_surrogate(
+  loss, is_capped = losses.truncated_surrogate(
     jnp.array(log_ratio), jnp.array([1.0, 1.0]), cap=2.0
   )
   np.testing.assert_allclose(loss, [-0.5, -2.0], **CLOSE)
   np.testing.assert_array_equal(is_capped, [False, True])
   got = surrogate_gradient(
-    ppo.truncated_surrogate, log_ratio, [1.0, 1.0], cap=2.0
+    losses.truncated_surrogate, log_ratio, [1.0, 1.0], cap=2.0
   )
   np.testing.assert_allclose(got, [-0.5, -2.0], **CLOSE)
 
 
 def test_log_ratio_is_masked_before_the_exponential_and_clipped():
   def total(logprobs, clip):
-    ratio = ppo.masked_log_ratio(
+    ratio = losses.masked_log_ratio(
       logprobs,
       jnp.array([-1.0, -jnp.inf, -50.0]),
       jnp.array([True, False, True]),
@@ -699,12 +699,12 @@ def test_value_loss_by_hand():
   returns = jnp.array([2.0, 0.0, 2.0])
   kwargs = dict(value_clip_eps=0.5)
   # Clipped to 0.5, 0.5, 3: errors 1.5 > 1, 0.5 < 1, 1 = 1.
-  loss, is_clipped = ppo.clipped_value_loss(
+  loss, is_clipped = losses.clipped_value_loss(
     values, rollout_values, returns, **kwargs
   )
   np.testing.assert_allclose(loss, [1.125, 0.5, 0.5], **CLOSE)
   np.testing.assert_array_equal(is_clipped, [True, False, False])
-  loss, is_clipped = ppo.clipped_value_loss(
+  loss, is_clipped = losses.clipped_value_loss(
     values, rollout_values, returns, value_clip_eps=0.0
   )
   np.testing.assert_allclose(loss, [0.5, 0.5, 0.5], **CLOSE)

@@ -23,6 +23,7 @@ from oppo_jax import (
   metrics,
   overlap,
   score,
+  short_runs,
   slots,
   tiling,
   train,
@@ -65,7 +66,7 @@ def bench(tmp_path):
     forced = verify.forced_lengths(
       made.prompt_of, max_response_len=40, seed=config.seed
     )
-    return claims.Bench(
+    return short_runs.Bench(
       config, made._replace(prompt_of=forced), params, 3, 1e-4
     )
 
@@ -73,7 +74,7 @@ def bench(tmp_path):
 
 
 def rows_of(bench, *names):
-  traces = claims.Traces(bench)
+  traces = short_runs.Traces(bench)
   return [row for name in names for row in claims.CLAIMS[name](bench, traces)]
 
 
@@ -93,7 +94,7 @@ def test_everything_holds_as_it_is(bench):
 
 def test_rows_are_deferred_in_what_is_proven(bench):
   made = bench()
-  trace = claims.run(made, claims.base_way(made.config))
+  trace = short_runs.run(made, short_runs.base_way(made.config))
   assert any((i > b.admitted_at).any() for i, b in enumerate(trace.batches))
 
 

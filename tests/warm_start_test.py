@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from oppo_jax import (
   generation,
   pretrained,
+  stage_data,
   stream,
   supervised,
   tasks,
@@ -84,7 +85,7 @@ def parts(tmp_path_factory):
     task.prompts("train"), tokens, max_prompt_len=16, long_prompts="refuse"
   )
   policy, scalar, sampler = tiny.model(), tiny.model("scalar"), None
-  return warm_start.Parts(
+  return stage_data.Parts(
     task, tokens, prompts, policy, policy, scalar, scalar, sampler
   )
 
@@ -189,7 +190,7 @@ def test_pairs_are_right_and_wrong_samples_of_one_prompt(parts, monkeypatch):
     lambda e: ["+", "+", wrong(e)],  # nothing right: the worked solution
   ]
   asked = scripted(monkeypatch, parts, lambda i, e: kinds[i % 5](e))
-  pairs = warm_start.sampled_pairs(config(), parts, {})
+  pairs = stage_data.sampled_pairs(config(), parts, {})
   assert [len(group) for group in pairs[:5]] == [2, 2, 1, 0, 2]
   assert len(pairs) == 16
   assert len(asked) == 16 * 3
@@ -206,7 +207,7 @@ def test_pairs_are_right_and_wrong_samples_of_one_prompt(parts, monkeypatch):
 
 
 def test_spoiled_pairs_are_of_further_prompts(parts):
-  pairs = warm_start.spoiled_pairs(config(), parts)
+  pairs = stage_data.spoiled_pairs(config(), parts)
   assert len(pairs) == 10
   for i, ((good, bad),) in enumerate(pairs, start=16):
     for text in (good, bad):
@@ -220,12 +221,12 @@ def test_spoiled_pairs_are_of_further_prompts(parts):
 
 def test_no_more_prompts_are_spoiled_than_there_are(parts):
   c = config(**{"warm_start.reward_model.num_spoiled": 999})
-  assert len(warm_start.spoiled_pairs(c, parts)) == 40 - 16
+  assert len(stage_data.spoiled_pairs(c, parts)) == 40 - 16
 
 
 def test_a_task_that_cannot_spoil_gives_no_spoiled_pairs(parts):
   task = tasks_base.Task("x", parts.task.prompts, parts.task.reward, None, None)
-  assert warm_start.spoiled_pairs(config(), parts._replace(task=task)) == []
+  assert stage_data.spoiled_pairs(config(), parts._replace(task=task)) == []
 
 
 def test_held_out_prompts_are_not_learned_from(parts, monkeypatch):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO for RLHF: rewards, advantages, losses and the update.
+"""PPO for RLHF: rewards, advantages, the loss and the update.
 
 The whole algorithm, from a harvested batch to new parameters: Schulman et al.
 2017 (arXiv 1707.06347) with the per-token KL reward of Ziegler et al. 2019
@@ -8,7 +8,6 @@ behind is that a token's behavior log-prob may be several versions old.
 """
 
 import functools
-import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from oppo_jax import ops, rewards, types
-from oppo_jax.algos import base, microbatch, optim
+from oppo_jax.algos import base, losses, microbatch, optim
 from oppo_jax.algos.ppo_config import PRESETS, SCHEMA, PPOConfig
 from oppo_jax.models import base as models
 
@@ -97,7 +96,7 @@ def make_targets(
     )
   if config.denominator == "decoupled":
     # A weight >= 0 may be folded into the advantage: max(-wA·r, -wA·clip(r)).
-    weight = truncated_ratio(
+    weight = losses.truncated_ratio(
       batch.start_logprobs - batch.behavior_logprobs,
       cap=config.behavior_weight_cap,
     )
@@ -112,97 +111,6 @@ def make_targets(
     value_mask=value_mask,
     denominator=denominator,
   )
-
-
-def masked_log_ratio(
-  logprobs: Float[Array, "*b"],
-  denominator: Float[Array, "*b"],
-  mask: Bool[Array, "*b"],
-  *,
-  clip: float,
-) -> Float[Array, "*b"]:
-  """log π / π_denominator per token; 0, without gradient, outside `mask`.
-
-  The mask comes before the exponential: junk could overflow it, and the
-  gradient of a masked infinity is NaN.
-  """
-  difference = jnp.where(mask, logprobs - denominator, 0)
-  return jnp.clip(difference, -clip, clip) if clip else difference
-
-
-def truncated_ratio(
-  log_ratio: Float[Array, "*b"], *, cap: float
-) -> Float[Array, "*b"]:
-  """min(ratio, cap), a constant to the gradient; `cap` > 0."""
-  return jax.lax.stop_gradient(jnp.exp(jnp.minimum(log_ratio, math.log(cap))))
-
-
-def clipped_surrogate(
-  log_ratio: Float[Array, "*b"],
-  advantages: Float[Array, "*b"],
-  *,
-  clip_eps: float,
-) -> tuple[Float[Array, "*b"], Bool[Array, "*b"]]:
-  """max(-A·ratio, -A·clip(ratio, 1 - ε, 1 + ε)) per token.
-
-  Schulman et al. 2017, eq. 7.
-
-  Returns:
-    Losses, and where the clipped branch was taken (no gradient there).
-  """
-  ratio = jnp.exp(log_ratio)
-  unclipped = -advantages * ratio
-  clipped = -advantages * jnp.clip(ratio, 1 - clip_eps, 1 + clip_eps)
-  return jnp.maximum(unclipped, clipped), clipped > unclipped
-
-
-def truncated_surrogate(
-  log_ratio: Float[Array, "*b"],
-  advantages: Float[Array, "*b"],
-  *,
-  cap: float,
-) -> tuple[Float[Array, "*b"], Bool[Array, "*b"]]:
-  """Loss of gradient -A·min(ratio, cap)·∇log π per token, of value without ∇.
-
-  Truncated importance sampling (Ionides 2008): unlike a clipped surrogate,
-  a capped token still learns.
-
-  Returns:
-    Losses, and where the ratio is capped.
-  """
-  weight = truncated_ratio(log_ratio, cap=cap)
-  unit = jnp.exp(log_ratio - jax.lax.stop_gradient(log_ratio))
-  return -advantages * weight * unit, log_ratio > math.log(cap)
-
-
-def clipped_value_loss(
-  values: Float[Array, "*b"],
-  rollout_values: Float[Array, "*b"],
-  returns: Float[Array, "*b"],
-  *,
-  value_clip_eps: float,
-) -> tuple[Float[Array, "*b"], Bool[Array, "*b"]]:
-  """max((V - G)², (clip(V, V₀ - ε, V₀ + ε) - G)²) / 2 per token.
-
-  As in OpenAI's baselines: `ppo2/model.py`.
-
-  Args:
-    values: V, of the critic that is trained.
-    rollout_values: V₀, those that the advantages were computed from.
-    returns: G.
-    value_clip_eps: ε; 0 = no clipping.
-
-  Returns:
-    Losses, and where the clipped branch was taken.
-  """
-  unclipped = jnp.square(values - returns)
-  if not value_clip_eps:
-    return unclipped / 2, jnp.zeros(values.shape, bool)
-  near = jnp.clip(
-    values, rollout_values - value_clip_eps, rollout_values + value_clip_eps
-  )
-  clipped = jnp.square(near - returns)
-  return jnp.maximum(unclipped, clipped) / 2, clipped > unclipped
 
 
 def adaptive_kl_coef(
@@ -400,16 +308,16 @@ def micro_loss(
   values = critic.head(params["critic"], hidden)[..., 0]
 
   mask = micro.is_inside & take(batch.mask)
-  log_ratio = masked_log_ratio(
+  log_ratio = losses.masked_log_ratio(
     logprobs, take(targets.denominator), mask, clip=config.log_ratio_clip
   )
   advantages = take(targets.advantages)
   if config.denominator == "tis":
-    policy_loss, is_clipped = truncated_surrogate(
+    policy_loss, is_clipped = losses.truncated_surrogate(
       log_ratio, advantages, cap=config.behavior_weight_cap
     )
   else:
-    policy_loss, is_clipped = clipped_surrogate(
+    policy_loss, is_clipped = losses.clipped_surrogate(
       log_ratio, advantages, clip_eps=config.clip_eps
     )
   kl = ops.kl(
@@ -419,7 +327,7 @@ def micro_loss(
     inner_clip=config.kl_loss_inner_clip,
     outer_clip=config.kl_loss_outer_clip,
   )
-  value_loss, is_value_clipped = clipped_value_loss(
+  value_loss, is_value_clipped = losses.clipped_value_loss(
     values,
     take(targets.values),
     take(targets.returns),
