@@ -152,9 +152,9 @@ def test_a_batch_that_ends_with_its_chunk_is_found(bench, monkeypatch):
 
 def test_a_stale_policy_cache_is_found(bench, monkeypatch):
   """It is stale in every way to run: only the plain forward pass can tell."""
-  stale = flight._stale
+  stale = flight.goes_stale
   monkeypatch.setattr(
-    flight, "_stale", lambda *args: stale(*args) - {flight.POLICY_CACHE}
+    flight, "goes_stale", lambda *args: stale(*args) - {flight.POLICY_CACHE}
   )
   rows = broken(rows_of(bench(), "G1"))
   assert [row.part for row in rows] == ["behavior_logprobs"]
