@@ -167,6 +167,7 @@ def micro_rows(config: ml_collections.ConfigDict) -> int:
     jax.default_backend(),
     width=config_lib.pack_width(config),
     mlp_dim=config.model.get("mlp_dim"),
+    minibatch_rows=config.rollout.batch_size // config.algo.num_minibatches,
   )
 
 

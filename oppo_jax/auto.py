@@ -51,18 +51,24 @@ def decode_rows(asked: int, backend: str) -> int:
 
 
 def micro_rows(
-  asked: int, backend: str, *, width: int, mlp_dim: int | None
+  asked: int,
+  backend: str,
+  *,
+  width: int,
+  mlp_dim: int | None,
+  minibatch_rows: int,
 ) -> int:
   """Packed rows of `width` tokens in a micro-batch; 0 is what suits.
 
   On a CPU as many as keep the largest activation, tokens x `mlp_dim` (None =
   not known: 1024) float32, within 1 MiB, which stays in its caches. Elsewhere
-  8, for the matrix units.
+  8, for the matrix units. A minibatch of fewer rows never fills more.
   """
   if asked:
     return asked
   tokens = 2**18 // (mlp_dim or 1024)
-  return max(tokens // width, 1) if backend == "cpu" else 8
+  suits = max(tokens // width, 1) if backend == "cpu" else 8
+  return min(suits, minibatch_rows)
 
 
 def speculates(placement: str, dispatch: str) -> bool:

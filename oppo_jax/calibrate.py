@@ -85,6 +85,8 @@ def read(workdir: str) -> Run:
           backend,
           width=width,
           mlp_dim=config["model"].get("mlp_dim"),
+          minibatch_rows=rollout["batch_size"]
+          // config["algo"]["num_minibatches"],
         ),
         width=width,
       ),

@@ -14,7 +14,8 @@ def test_what_was_asked_for_is_kept(backend):
   assert auto.decode_rows(3, backend) == 3
   assert auto.attention_block(0, backend, kind="xla") == 0
   assert auto.attention_block(7, backend, kind="flash") == 7
-  assert auto.micro_rows(5, backend, width=100, mlp_dim=None) == 5
+  sizes = dict(width=100, mlp_dim=None, minibatch_rows=4)
+  assert auto.micro_rows(5, backend, **sizes) == 5
   assert auto.attention("flash", backend) == "flash"
   assert auto.dispatch("fused", backend) == "fused"
   assert auto.dispatch("separate", backend) == "separate"
@@ -48,8 +49,14 @@ def test_only_a_cpu_decodes_a_few_rows_at_a_time():
 )
 def test_a_micro_batch_on_a_cpu_fits_its_caches(width, mlp_dim, rows):
   sizes = dict(width=width, mlp_dim=mlp_dim)
-  assert auto.micro_rows(0, "cpu", **sizes) == rows
-  assert auto.micro_rows(0, "gpu", **sizes) == 8
+  assert auto.micro_rows(0, "cpu", **sizes, minibatch_rows=32) == rows
+  assert auto.micro_rows(0, "gpu", **sizes, minibatch_rows=32) == 8
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gpu", "tpu"])
+def test_a_micro_batch_has_no_more_rows_than_its_minibatch(backend):
+  sizes = dict(width=16, mlp_dim=64, minibatch_rows=4)
+  assert auto.micro_rows(0, backend, **sizes) == 4
 
 
 def test_work_that_may_be_in_vain_is_done_where_decoding_hides_it():
