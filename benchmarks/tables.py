@@ -110,6 +110,29 @@ def arms(load):
   yield source(result)
 
 
+def halved(load):
+  """A `serial` step, and one of half the lengths."""
+  result = load("halved")
+  found = {
+    workload: of["arms"]["serial"]
+    for workload, of in result["workloads"].items()
+  }
+  first = next(iter(found.values()))
+  keys = ("mean_wall_s", "mean_cpu_s", "decode_s", "score_s", "update_s")
+  lines = [
+    (
+      workload.replace("_", ", "),
+      *(f"{s[key]:.2f}" for key in keys),
+      f"{first['mean_cpu_s'] / s['mean_cpu_s']:.2f}",
+    )
+    for workload, s in found.items()
+  ]
+  header = ("lengths", "wall s", "CPU s", "decode", "score", "update", "times")
+  yield from rows(header, lines)
+  yield ""
+  yield source(result)
+
+
 def update(load):
   """Gradients of one batch, laid out in different ways."""
   result = load("update")
@@ -162,7 +185,13 @@ def overlap(load):
   yield source(result)
 
 
-TABLES = {"peers": peers, "arms": arms, "overlap": overlap, "update": update}
+TABLES = {
+  "peers": peers,
+  "halved": halved,
+  "arms": arms,
+  "overlap": overlap,
+  "update": update,
+}
 
 
 def load(name):
