@@ -160,8 +160,8 @@ def main(argv):
     sys.stdout.write("\n".join(table(workload, arms)) + "\n")
     now = arms[_ARMS.value[0]]
     first = first or now
-    wall, cpu = (first[k] / now[k] for k in ("mean_wall_s", "mean_cpu_s"))
     if now is not first:
+      wall, cpu = (first[k] / now[k] for k in ("mean_wall_s", "mean_cpu_s"))
       sys.stdout.write(
         f"{_WORKLOADS.value[0]} takes {wall:.2f} times its wall time,"
         f" {cpu:.2f} times its CPU time\n"

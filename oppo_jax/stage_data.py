@@ -57,6 +57,7 @@ class Parts(NamedTuple):
 def limits(
   config: ml_collections.ConfigDict, section: ml_collections.ConfigDict
 ) -> encoding.Limits:
+  """How long a text of this stage may be; longer ones are left out."""
   r = config.rollout
   return encoding.Limits(
     r.max_prompt_len, r.long_prompts, section.width, "skip"
