@@ -111,7 +111,7 @@ def run(
   num_updates: int | None = None,
   keep_caches: bool = False,
 ) -> Trace:
-  """Runs it, through `step.py`.
+  """Runs it, through `step.py`; every scorer streams, also one that would wait.
 
   Args:
     bench: what all runs share.
@@ -119,8 +119,10 @@ def run(
     num_updates: fewer than the bench says: the last one is not carried out.
     keep_caches: fetch the caches as the last rollout left them.
   """
-  s, config = bench.s, fixed(bench.config, way)
-  sizes, state = s.fns.sizes, step.init(bench.config, s, bench.params)
+  config = fixed(bench.config, way)
+  sizes = bench.s.fns.sizes._replace(speculates=True)
+  s = bench.s._replace(fns=bench.s.fns._replace(sizes=sizes))
+  state = step.init(bench.config, s, bench.params)
   order = np.arange(sizes.num_slots)
   gradients_of = jax.jit(s.algorithm.gradients)
   batches, gradients, got = [], None, None

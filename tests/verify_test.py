@@ -98,6 +98,17 @@ def test_rows_are_deferred_in_what_is_proven(bench):
   assert any((i > b.admitted_at).any() for i, b in enumerate(trace.batches))
 
 
+def test_every_scorer_streams_in_what_is_proven(bench, monkeypatch):
+  made, waiting = bench(), []
+  assert not made.s.fns.sizes.speculates  # the critic of a run would wait
+  ask = flight.waiting
+  monkeypatch.setattr(
+    flight, "waiting", lambda *args: waiting.append(ask(*args)) or waiting[-1]
+  )
+  short_runs.run(made, short_runs.base_way(made.config), num_updates=1)
+  assert waiting == [set()]
+
+
 def test_a_tile_scored_before_its_tokens_exist_is_found(bench, monkeypatch):
   """The report is one chunk behind the tokens; here the tiles are ahead."""
   monkeypatch.setattr(
