@@ -88,7 +88,8 @@ class Case:
       )
       is_last = length is self.looks[-1]
       state, ran, _ = overlap.score_rows(
-        *(self.fns, state, self.params, tokens, state.in_flight),
+        *(self.fns, state, self.params, tokens),
+        dict.fromkeys(state.scorers, state.in_flight),
         flush=is_last,
       )
       tiles += sum(ran.values())
